@@ -73,7 +73,8 @@ def on_torch() -> Figures:
     kinds |= decoding(lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda"))
     kinds |= training(sets[0]) | dropins(sets[0])
     kinds["for scale: torch.add(q, k, out=out)"] = lambda: torch.add(q, k, out=out)
-    return {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
+    figures = {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
+    return figures | by_registry(sets[0])
 
 
 def calls(sets: list[list[Any]], lse: Any, mask: Any, stream: Any) -> dict[str, Callable[[], Any]]:
@@ -138,13 +139,15 @@ def training(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
 
     *inputs, dout = tensors
     leaves = [x.clone().requires_grad_() for x in inputs]
-    turned = [x.transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+    plain = [x.transpose(1, 2).contiguous() for x in inputs]
+    turned = [x.clone().requires_grad_() for x in plain]
     dout_turned = dout.transpose(1, 2).contiguous()
     sdpa = torch.nn.functional.scaled_dot_product_attention
     grad = torch.autograd.grad
     return {
         "attention(q, k, v), recorded": lambda: flashgen.attention(*leaves),
         "attention(q, k, v) and gradients": lambda: grad(flashgen.attention(*leaves), leaves, dout),
+        "for scale: SDPA": lambda: sdpa(*plain),
         "for scale: SDPA, recorded": lambda: sdpa(*turned),
         "for scale: SDPA and gradients": lambda: grad(sdpa(*turned), turned, dout_turned),
     }
@@ -155,6 +158,7 @@ def dropins(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
     import torch
 
     from flashgen.compat import flash_attn
+    from flashgen.compat.xformers import memory_efficient_attention
 
     *inputs, dout = tensors
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -168,7 +172,33 @@ def dropins(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
             flash_attn.flash_attn_func(*leaves), leaves, dout
         ),
         "flash_attn_varlen_func(q, k, v, ...)": lambda: flash_attn.flash_attn_varlen_func(*packed, *bounds),
+        "memory_efficient_attention(q, k, v)": lambda: memory_efficient_attention(*inputs),
     }
+
+
+def by_registry(tensors: list[Any]) -> Figures:
+    """SDPA with flashgen in PyTorch's registry of flash attention, from PyTorch 2.11 on."""
+    import torch
+    from torch.nn import attention
+
+    from flashgen.compat.torch import register
+
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        return {}
+    *inputs, dout = (x.transpose(1, 2).contiguous() for x in tensors)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    kinds = {
+        "SDPA by the registry": lambda: sdpa(*inputs),
+        "SDPA by the registry, and gradients": lambda: torch.autograd.grad(sdpa(*leaves), leaves, dout),
+    }
+    register()
+    attention.activate_flash_attention_impl("flashgen")
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            return {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
+    finally:
+        attention.restore_flash_attention_impl()
 
 
 def host_time(call: Callable[[], Any], drain: Callable[[], None]) -> tuple[float, float]:

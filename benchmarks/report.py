@@ -13,7 +13,8 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
 
     environment   what was measured on; of several FILEs the first that knows a version
     cells         one line per case, flashgen's rate and its speed over each peer's. FIELD=A,B keeps the cases
-                  with these values, as=µs shows times instead, with=variant names the kernel taken
+                  with these values, as=µs shows times instead, with=variant names the kernel taken,
+                  of=limit adds the share of the GPU's limit, and which limit it is
     by-length     one column per sequence length; to=PEER is who the ratio is to, to=best the fastest in each
                   cell. FIELD=A,B as above
     summary       geometric mean and lowest ratio per peer and dtype
@@ -39,6 +40,7 @@ from typing import Any
 from flashgen.tools.bench.cases import Case, short_length
 from flashgen.tools.bench.peers.registry import LINEAGE, OURS
 from flashgen.tools.bench.results import Measurement, Report, Row, figure
+from flashgen.tools.bench.table import of_limit
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -205,7 +207,9 @@ def _cells(files: list[Path], options: Options) -> list[str]:
     for name in extra:
         if name not in Measurement.__dataclass_fields__:
             raise KeyError(name)
-    rows = _kept(report, {key: values for key, values in options.items() if key not in ("as", "with")})
+    if options.get("of", "limit") != "limit":
+        raise KeyError(options["of"])
+    rows = _kept(report, {key: values for key, values in options.items() if key not in ("as", "with", "of")})
     metric = options.get("as", report.metric)
     times = metric == "µs"
     shown = Report(report.grid, report.metric, {}, {}, rows)
@@ -214,11 +218,13 @@ def _cells(files: list[Path], options: Options) -> list[str]:
     best = shown.best_of and not times
 
     header = ["case", f"{OURS}, {metric}"]
+    header += ["of the limit"] * ("of" in options)
     header += ["of its baseline"] * baselines + [_PEERS.get(name, name) for name in peers]
     header += ["best of these"] * bool(best) + extra
     lines = []
     for row in rows:
         cells = [row.case.name, _own(row, metric)]
+        cells += [of_limit(report, row)] * ("of" in options)
         cells += [_baseline(report, row)] * baselines
         cells += [_microseconds(row, name) if times else _ratio(row.ratio(name)) for name in peers]
         cells += [_best(row)] * bool(best)

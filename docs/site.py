@@ -59,7 +59,7 @@ validation: {anchors: warn, omitted_files: ignore}
 markdown_extensions:
   - tables
   - pymdownx.superfences
-  - pymdownx.highlight
+  - pymdownx.highlight: {pygments_lang_class: true}
   - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}
 """
 # The methods of classes; others are for flashgen's own use. Docstrings of classes have the fields.
@@ -67,14 +67,18 @@ _MEMBERS = {
     "Mask": ("from_array", "line", "arguments", "update", "keep_lists", "blocks", "check", "show"),
     "record": ("close",),
 }
-# Names in tables stay whole, tables have room for ten columns and code for a line of 88 characters, wide
-# screens are used, and a picture on a phone is scrolled, as its text would be too small.
+# Names in tables stay whole, tables have room for ten columns and code for a line of 90 characters. Longer
+# lines of kernels, specs and messages continue below. Wide screens are used, and a picture on a phone is
+# scrolled, as its text would be too small.
 _STYLES = """\
 .md-grid { max-width: 76rem; }
 .md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }
 .md-typeset table:not([class]) th { min-width: 0; }
 .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: .5em .7em; }
 .md-typeset pre > code { font-size: .72em; }
+@media screen and (min-width: 45em) {
+  :is(.language-cpp, .language-diff, .language-yaml) pre > code { white-space: pre-wrap; }
+}
 @media screen and (max-width: 44.9375em) {
   .md-typeset p:has(> img) { overflow-x: auto; }
   .md-typeset p > img { max-width: none; width: 640px; }

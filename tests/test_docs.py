@@ -105,6 +105,7 @@ RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
 RUN_ON_A_GPU = [page for page in PAGES if any(block.runs and "gpu" in block.needs for block in blocks(page))]
 # These set up an environment from nothing: CI runs one, and tests/test_packaging.py reads both.
 INSTALL = ("install-and-demo", "install-and-test")
+_COLUMNS = 90
 
 
 def marked(snippet):
@@ -123,6 +124,12 @@ def test_a_snippet_runs(snippet, monkeypatch, capsys):
     if "gpu" not in snippet.needs:
         for said in re.findall(r"print\(.*\)  # (.*)$", snippet.text, re.M):
             assert matches(said, printed)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("python", "sh")], ids=str)
+def test_code_fits_the_site(block):
+    """Longer lines are scrolled. CI and other tests read the commands that install."""
+    assert block.mark in INSTALL or all(len(line) <= _COLUMNS for line in block.text.splitlines())
 
 
 def test_snippets_cover_each_kind_of_array():
@@ -252,7 +259,7 @@ def command_lines():
     found = []
     for block in BLOCKS:
         if block.language == "sh":
-            found += [(str(block), line) for line in block.text.splitlines()]
+            found += [(str(block), line) for line in block.text.replace("\\\n", "").splitlines()]
     for page in PAGES:
         prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
         found += [

@@ -1,5 +1,6 @@
-"""flashgen as a backend of vLLM, against stubs of the interface (vllm.v1.attention) as far as it is used. The
-stubs are no proof that it runs in vLLM.
+"""flashgen as a backend of vLLM, against stubs of the interface (vllm.v1.attention) as far as it is used, and
+against vLLM's own classes where vLLM can be imported, which it can be on a machine without a GPU. Neither is
+a proof that it runs in a server.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ torch = pytest.importorskip("torch")
 
 from flashgen.compat import vllm as plugin  # noqa: E402
 
-BLOCK, HEADS, KV_HEADS, WIDTH = 16, 4, 2, 32
+BLOCK, HEADS, WIDTH = 16, 4, 32
+# vLLM's layouts of a cache of several layers: the logical dimensions (layers, blocks, kv_heads, block size,
+# head_size of k and of v) in their order in memory.
+LAYOUTS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BHLNC": (1, 2, 0, 3, 4)}
 
 
 class Custom(enum.Enum):
@@ -28,6 +32,9 @@ class Custom(enum.Enum):
 
     def get_path(self):
         return PATHS[self]
+
+    def clear_override(self):
+        PATHS.pop(self, None)
 
 
 PATHS = {}
@@ -43,10 +50,7 @@ class Builder(Generic):
         self.device = device
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    """The backend's class by the path that is registered."""
-    PATHS.clear()
+def stub_modules(monkeypatch):
     interface = types.SimpleNamespace(
         AttentionBackend=type("AttentionBackend", (), {}),
         AttentionImpl=type("AttentionImpl", (Generic,), {}),
@@ -61,24 +65,45 @@ def backend(monkeypatch):
     stubs |= {"vllm.v1.attention.backend": interface, "vllm.v1.attention.backends.registry": registry}
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture(params=["stubs", "vllm"])
+def custom(request, monkeypatch):
+    """vLLM's name for the backends of others, which flashgen has taken."""
+    if request.param == "stubs":
+        stub_modules(monkeypatch)
+    else:
+        pytest.importorskip("vllm.v1.attention.backend")
     monkeypatch.delitem(sys.modules, "flashgen.compat.vllm_backend", raising=False)
+    name = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum.CUSTOM
+    name.clear_override()
     plugin.register()
-    module, name = PATHS[Custom.CUSTOM].rsplit(".", 1)
-    yield getattr(importlib.import_module(module), name)
+    yield name
+    name.clear_override()
     sys.modules.pop("flashgen.compat.vllm_backend", None)
 
 
-def test_another_package_keeps_the_name(backend, caplog):
-    PATHS[Custom.CUSTOM] = "theirs.Backend"
+@pytest.fixture
+def backend(custom):
+    """The backend's class by the path that is registered."""
+    module, name = custom.get_path().rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def test_another_package_keeps_the_name(custom, caplog):
     plugin.register()
-    assert PATHS[Custom.CUSTOM] == "theirs.Backend"
+    assert not caplog.records
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    registry.register_backend(custom, "theirs.Backend")
+    plugin.register()
+    assert custom.get_path() == "theirs.Backend"
     assert "flashgen leaves it" in caplog.text
 
 
 def test_what_the_backend_says_of_itself(backend):
     assert backend.get_name() == "CUSTOM"
-    assert backend.get_kv_cache_shape(7, BLOCK, 2, 64) == (2, 7, BLOCK, 2, 64)
-    assert backend.get_supported_kernel_block_sizes() == [("multiple of", BLOCK)]
+    multiple_of = importlib.import_module("vllm.v1.attention.backend").MultipleOf
+    assert backend.get_supported_kernel_block_sizes() == [multiple_of(BLOCK)]
     assert [backend.supports_head_size(x) for x in (64, 80, 100, 256, 264)] == [
         True,
         True,
@@ -88,11 +113,53 @@ def test_what_the_backend_says_of_itself(backend):
     ]
     assert backend.supports_attn_type("decoder")
     assert not backend.supports_attn_type("encoder_only")
+    assert backend.supports_sink()
+    assert backend.supports_sliding_window()
     for capability, served in ((75, False), (80, True), (90, True)):
         assert (
             backend.supports_compute_capability(types.SimpleNamespace(to_int=lambda x=capability: x))
             is served
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"has_sink": True, "has_sliding_window": True}, None),
+        ({"head_size": 260}, "head_size not supported"),
+        ({"dtype": torch.float32}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"block_size": 8}, "block_size not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_dcp": True}, "DCP not supported"),
+        ({"attn_type": "encoder"}, "attention type encoder not supported"),
+    ],
+)
+@pytest.mark.parametrize("custom", ["vllm"], indirect=True)
+def test_vllm_takes_it_where_it_serves(changes, reason, backend):
+    """By vLLM's own check of a backend, before a server starts."""
+    interface = importlib.import_module("vllm.platforms.interface")
+    asked = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "device_capability": interface.DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
+    asked |= dict.fromkeys(
+        ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales"), False
+    )
+    assert backend.validate_configuration(**asked | changes) == ([reason] if reason else [])
+
+
+def cache_of(layout, blocks, kv_heads):
+    """A layer's cache of two layers, as vLLM hands it over: (blocks, kv_heads, block size, 2 * head_size)."""
+    order = LAYOUTS[layout]
+    sizes = (2, blocks, kv_heads, BLOCK, 2 * WIDTH)
+    memory = torch.full([sizes[i] for i in order], torch.nan)
+    return memory.permute([order.index(i) for i in range(5)])[1]
 
 
 def common(new, before, table, causal=True):
@@ -111,7 +178,7 @@ def common(new, before, table, causal=True):
 
 
 def formula(q, k, v, left, softcap, slopes, sinks):
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -129,26 +196,26 @@ def formula(q, k, v, left, softcap, slopes, sinks):
 
 
 @pytest.mark.parametrize(
-    ("sliding_window", "softcap", "slopes", "has_sinks"),
+    ("layout", "kv_heads", "sliding_window", "softcap", "slopes", "has_sinks"),
     [
-        (None, None, None, False),
-        (7, 0.0, None, True),
-        (None, 3.0, None, False),
-        (None, None, [0.5] * 4, False),
+        ("LBHNC", 2, None, None, None, False),
+        ("LBNHC", 2, 7, 0.0, None, True),
+        ("BHLNC", 1, None, 3.0, None, False),
+        ("LBHNC", 1, None, None, [0.5] * 4, False),
     ],
 )
-def test_steps_of_a_server(backend, sliding_window, softcap, slopes, has_sinks):
+def test_steps_of_a_server(backend, layout, kv_heads, sliding_window, softcap, slopes, has_sinks):
     """A prompt, a step with a prompt beside it, and a step whose batch is padded, as by a CUDA graph."""
     torch.manual_seed(0)
     sinks = torch.randn(HEADS) if has_sinks else None
     layer = backend.get_impl_cls()(
-        HEADS, WIDTH, 0.2, KV_HEADS, slopes, sliding_window, "auto", softcap, "decoder", None, sinks
+        HEADS, WIDTH, 0.2, kv_heads, slopes, sliding_window, "auto", softcap, "decoder", None, sinks
     )
     config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(max_num_seqs=8))
     builder = backend.get_builder_cls()(None, ["layer"], config, torch.device("cpu"))
-    kv_cache = torch.full(backend.get_kv_cache_shape(9, BLOCK, KV_HEADS, WIDTH), torch.nan)
+    kv_cache = cache_of(layout, 9, kv_heads)
     table = torch.tensor([[4, 1, 8], [6, 2, 0], [0, 0, 0]], dtype=torch.int32)
-    seen = [[torch.zeros(0, KV_HEADS, WIDTH)] * 2 for _ in range(3)]
+    seen = [[torch.zeros(0, kv_heads, WIDTH)] * 2 for _ in range(3)]
     memory = None
     for new in ([30, 0, 0], [1, 21, 0], [1, 1, 0]):
         before = [len(k) for k, _ in seen]
@@ -157,7 +224,7 @@ def test_steps_of_a_server(backend, sliding_window, softcap, slopes, has_sinks):
         memory = batch.lengths.data_ptr()
         padding = 3  # rows of query and key that belong to no sequence
         q = torch.randn(sum(new) + padding, HEADS, WIDTH)
-        k, v = (torch.randn(sum(new) + padding, KV_HEADS, WIDTH) for _ in "kv")
+        k, v = (torch.randn(sum(new) + padding, kv_heads, WIDTH) for _ in "kv")
         output = torch.full((sum(new) + padding, HEADS, WIDTH), 7.0)
         assert layer.forward(None, q, k, v, kv_cache, batch, output) is output
         first = 0
@@ -173,7 +240,7 @@ def test_steps_of_a_server(backend, sliding_window, softcap, slopes, has_sinks):
                 torch.testing.assert_close(output[rows].double(), right, atol=3e-5, rtol=3e-5)
         assert bool((output[first:] == 7).all())
     shared = backend.get_impl_cls()(
-        HEADS, WIDTH, 0.2, KV_HEADS, slopes, sliding_window, "auto", softcap, "decoder", "other layer", sinks
+        HEADS, WIDTH, 0.2, kv_heads, slopes, sliding_window, "auto", softcap, "decoder", "other layer", sinks
     )
     again = torch.empty_like(output)
     shared.forward(None, q, None, None, kv_cache, batch, again)

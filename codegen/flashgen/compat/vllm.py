@@ -1,5 +1,5 @@
-"""flashgen as an attention backend of vLLM, outside its tree. NEVER RUN with vLLM: tests check it against
-stubs of vLLM's interface alone.
+"""flashgen as an attention backend of vLLM, outside its tree. NEVER RUN in a vLLM server: tests check it
+against vLLM's interface alone.
 
 vLLM calls `register` in each of its processes, by the entry point "vllm.general_plugins". Then
 ``vllm serve ... --attention-backend CUSTOM`` takes flashgen for the decoder layers of a model.
@@ -18,10 +18,10 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if AttentionBackendEnum.CUSTOM.is_overridden():
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        register_backend(custom, _BACKEND)
+    elif custom.get_path() != _BACKEND:  # vLLM may call this more than once
         logging.getLogger(__name__).warning(
-            "vLLM's attention backend CUSTOM is %s; flashgen leaves it",
-            AttentionBackendEnum.CUSTOM.get_path(),
+            "vLLM's attention backend CUSTOM is %s; flashgen leaves it", custom.get_path()
         )
-        return
-    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)

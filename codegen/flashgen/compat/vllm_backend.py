@@ -1,5 +1,5 @@
-"""The classes of vLLM's interface of attention backends, ``vllm.v1.attention.backend`` as of vLLM 0.15; see
-the module `vllm`. NEVER RUN with vLLM.
+"""The classes of vLLM's interface of attention backends, ``vllm.v1.attention.backend`` of vLLM 0.30 and
+later; see the module `vllm`. NEVER RUN in a vLLM server.
 
 A layer appends its new keys and values to the pages of their sequences, and attends to all of them, by one
 call. Where a token goes follows from the lengths and the pages of its sequence, as vLLM's slots do.
@@ -56,14 +56,8 @@ class FlashgenBackend(AttentionBackend):
         return FlashgenBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(_BLOCK)]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -71,6 +65,10 @@ class FlashgenBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
         return True
 
     @classmethod
@@ -173,7 +171,8 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write the result for query, (tokens, heads, head_size), into ``output``; key and value, (tokens,
-        kv_heads, head_size), go into kv_cache, (2, blocks, block size, kv_heads, head_size).
+        kv_heads, head_size), go into kv_cache, (blocks, kv_heads, block size, 2 * head_size) of any strides,
+        which has a token's key and then its value.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale was given; flashgen does not quantise the output")
@@ -186,7 +185,7 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
             self._slopes = self._slopes.to(query.device)
         tokens = batch.num_actual_tokens
         appends = not self._shares_cache and key is not None and value is not None
-        keys, values = kv_cache.unbind(0)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         cache = KVCache(keys, values, batch.lengths if appends else batch.seq_lens, pages=batch.block_table)
         attention(
             query[:tokens],

@@ -185,8 +185,9 @@ def memory_efficient_attention(
         if attn_bias is None:
             out = attention_of_any_width(q, k, v, **options)
         elif isinstance(attn_bias, torch.Tensor):
-            refuse_gradients(attn_bias=attn_bias)
-            options |= {"score": "bias", "params": {"bias": _bias(attn_bias, shape)}}
+            out = attention_of_any_width(q, k, v, **options, **_added(attn_bias, shape))
+        elif type(attn_bias).__name__ == "LowerTriangularMaskWithTensorBias":
+            options |= _added(attn_bias._bias, shape) | {"mask_type": "causal_top_left"}
             out = attention_of_any_width(q, k, v, **options)
         elif hasattr(attn_bias, "q_seqinfo"):
             out = _of_blocks(q, k, v, attn_bias, options)
@@ -211,6 +212,12 @@ def _with_heads(name: str, x: Tensor, of_query: torch.Size) -> Tensor:
     return x.flatten(2, 3)
 
 
+def _added(bias: Tensor, shape: torch.Size) -> dict[str, Any]:
+    """The options for a tensor that is added to the scores of a query of ``shape``."""
+    refuse_gradients(attn_bias=bias)
+    return {"score": "bias", "params": {"bias": _bias(bias, shape)}}
+
+
 def _bias(bias: Tensor, shape: torch.Size) -> Tensor:
     """A tensor that is added, (batch, heads, queries, keys), with rows that kernels read."""
     if bias.ndim == 5:
@@ -233,6 +240,9 @@ _SERVED = (
     "BlockDiagonalCausalLocalAttentionMask",
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
     "BlockDiagonalPaddedKeysMask",
+    "BlockDiagonalLocalAttentionPaddedKeysMask",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
+    "LowerTriangularMaskWithTensorBias",
 )
 
 
@@ -279,8 +289,13 @@ def _blocks_pattern(kind: str, mask: Any) -> dict[str, Any]:
         return {}
     if kind in ("BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask"):
         return {"causal": True}
-    if kind == "BlockDiagonalCausalLocalAttentionFromBottomRightMask":
+    if kind in (
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
+        "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
+    ):
         return {"causal": True, "window_size": (mask._window_size - 1, 0)}
+    if kind == "BlockDiagonalLocalAttentionPaddedKeysMask":
+        return {"window_size": (mask.window_left, mask.window_right)}
     if kind in ("BlockDiagonalCausalMask", "BlockDiagonalCausalLocalAttentionMask"):
         if list(mask.q_seqinfo.seqstart_py) != list(mask.k_seqinfo.seqstart_py):
             raise NotImplementedError(

@@ -94,7 +94,7 @@ def _find(chosen: str, path: str) -> HostCompiler:
         if compiler is not None:
             return compiler
     raise NoHostCompilerError(
-        f"the simulator needs a C++ compiler, but none of {', '.join(CANDIDATES)} was found; {_INSTALL}"
+        f"the simulator needs a C++ compiler, but none of {', '.join(CANDIDATES)} starts; {_INSTALL}"
     )
 
 

@@ -58,10 +58,15 @@ _entered: list[compiling] = []
 
 
 def mode() -> str:
-    """What to do now. Raises BadParam for another value of FLASHGEN_COMPILE."""
+    """What to do now. Raises what `of_variable` does, where nothing was entered."""
     with _lock:
         if _entered:
             return _entered[-1].mode
+    return of_variable()
+
+
+def of_variable() -> str:
+    """What FLASHGEN_COMPILE says. Raises BadParam for another value."""
     value = os.environ.get(VARIABLE) or "allow"
     if value not in MODES:
         raise BadParam(f"{VARIABLE} is {value!r}; allowed are {', '.join(map(repr, MODES))}")

@@ -121,6 +121,20 @@ def test_cells_can_be_times_of_some_cases_with_the_kernel(tmp_path):
     assert lines[2][1:] == ["2000 ± 1.0 %", "5.4", "`a_kernel`"]
 
 
+def test_cells_can_have_the_share_of_the_limit(tmp_path):
+    saved(tmp_path, "r.json", GRIDS["prefill"].cases[:1], flashgen=1.0)
+    assert table(tmp_path, "cells r.json of=limit")[2][2] == "–"  # of an unknown GPU
+    gpu = {"arch": "sm_90", "sms": 132, "clock_mhz": 1980, "memory_gbps": 4814.0}
+    loaded = Report.load(tmp_path / "r.json")
+    loaded.environment |= gpu
+    loaded.save(tmp_path / "r.json")
+    header, _, row = table(tmp_path, "cells r.json of=limit")
+    assert header[2] == "of the limit"
+    assert re.fullmatch(r"\d+% (matrix|exponentials|memory)", row[2])
+    with pytest.raises(report.ReportError, match="cost"):
+        report.renewed(page("cells r.json of=cost"), tmp_path)
+
+
 def test_a_baseline_in_microseconds_is_a_difference(tmp_path):
     base, case, *_ = GRIDS["append"].cases
     rows = [

@@ -193,7 +193,9 @@ def test_a_backend_of_no_name_is_a_problem(machine, flashgen, device):
     assert {path["path"] for path in found["attention"].values()} == {None}
 
 
-@pytest.mark.parametrize("name", ["FLASHGEN_LOG", "FLASHGEN_CHECK", "FLASHGEN_DEPENDENT_LAUNCH"])
+@pytest.mark.parametrize(
+    "name", ["FLASHGEN_LOG", "FLASHGEN_CHECK", "FLASHGEN_COMPILE", "FLASHGEN_DEPENDENT_LAUNCH"]
+)
 def test_a_variable_that_makes_calls_fail_is_a_problem(machine, flashgen, name):
     machine()
     code, found = examined(flashgen, **{name: "loud"})
@@ -305,8 +307,9 @@ def test_a_read_only_cache_with_kernels_is_no_problem(machine, flashgen, monkeyp
     [
         ("sleep 9", "timed out after 0.2 seconds"),
         ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "version mismatch"),
+        ("echo No devices were found", "it prints 'No devices were found'"),
     ],
-    ids=["hangs", "another driver"],
+    ids=["hangs", "another driver", "other words"],
 )
 def test_a_driver_that_does_not_answer_is_a_problem(machine, flashgen, monkeypatch, tmp_path, script, said):
     machine()

@@ -65,7 +65,7 @@ def cases_table(report: Report) -> Table:
     if with_baselines:
         columns["of its baseline"] = lambda row: _baseline(report, row)
     if with_limits:
-        columns["of the limit"] = lambda row: _of_limit(report, row)
+        columns["of the limit"] = lambda row: of_limit(report, row)
     for name in report.peers:
         if name != OURS:
             columns[f"{name} (ratio)"] = lambda row, name=name: cell(report, row, name)
@@ -147,7 +147,7 @@ def _best(row: Row) -> str:
     return "–" if best is None else f"{best[0]:.2f}× {best[1]}"
 
 
-def _of_limit(report: Report, row: Row) -> str:
+def of_limit(report: Report, row: Row) -> str:
     """The share of the GPU's limit that flashgen reaches, and what the limit is."""
     limits, ours = roofline(row.case, report.environment), row.measurements[OURS].timing
     return "–" if limits is None or ours is None else f"{limits.floor_ms / ours.median_ms:.0%} {limits.limit}"

@@ -144,7 +144,11 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
         return []
     gpus = []
     for line in done.stdout.splitlines():
-        name, driver, capability, memory = (part.strip() for part in line.split(","))
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != query.count(",") + 1:
+            report.problems.append(f"nvidia-smi fails: it prints {line!r}; look at the driver")
+            return []
+        name, driver, capability, memory = parts
         arch = f"sm_{capability.replace('.', '')}"
         # A GPU that shares the host's memory has no figure of its own.
         mib = int(memory) if memory.isdigit() else None
@@ -293,12 +297,14 @@ def _switches(report: Report) -> None:
     from flashgen.errors import BadParam
     from flashgen.host import logs
     from flashgen.runtime import check, dependent
+    from flashgen.toolchain import policy
 
-    for read in (lambda: logs.logger("cli"), check.enabled, dependent.forbidden):
+    for read in (lambda: logs.logger("cli"), check.enabled, dependent.forbidden, policy.of_variable):
         try:
             read()
         except BadParam as error:
-            report.problems.append(str(error))
+            if not any(str(error) in problem for problem in report.problems):
+                report.problems.append(str(error))
 
 
 def _attention(report: Report) -> dict[str, Any]:
