@@ -362,6 +362,19 @@ def test_a_maximum_that_grows_step_by_step(width):
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_many_keys_of_the_smallest_weights_count(width):
+    """1,023 weights near 2^-16, a few times the smallest that P has as a code, beside one of 1."""
+    q, k = torch.zeros(1, 64, 1, width, device="cuda"), torch.zeros(1, 1024, 1, width, device="cuda")
+    q[..., 0], k[..., 0] = 2.75, -4.0
+    k[:, 700] = 0
+    v = torch.randn(1, 1024, 1, width, device="cuda", generator=torch.Generator("cuda").manual_seed(9))
+    q, k, v = codes(q), codes(k), codes(v.abs() + 0.5)
+    out, lse = flashgen.attention(q, k, v, dtype="e4m3", softmax_scale=1.0, return_lse=True)
+    verdict = fp8_reference.judge(*on_host(q, k, v, out, lse, softmax_scale=1.0))
+    assert verdict.ok, verdict
+
+
 def test_keys_that_no_query_sees_may_be_nan():
     generator = torch.Generator("cuda").manual_seed(5)
     q, k, v = inputs((1, 100, 300, 2, 2), 128, generator)

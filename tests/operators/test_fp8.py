@@ -439,7 +439,7 @@ def test_kernels_are_refused_by_what_they_lack():
         (4096, 16, {}, "flash_fwd_fp8_tiles"),
         (128, 16, {}, "flash_fwd_fp8"),
         (1024, 2, {"causal": True}, "flash_fwd_fp8_tiles"),
-        (4096, 16, {"mask_type": "dense"}, "flash_fwd_fp8"),
+        (4096, 16, {"window_size": (100, 20)}, "flash_fwd_fp8"),
     ],
     ids=str,
 )
