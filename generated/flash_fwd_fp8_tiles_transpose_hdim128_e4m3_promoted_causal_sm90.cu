@@ -39,17 +39,7 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle puts a 16-byt
 // wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys
 __device__ void transpose_block(shared_address v_rows, shared_address v, int warp);
 __device__ void load_v(const Params& params, shared_address smem, shared_address full, int row, int head, int batch);
-
-// Writes V^T. Chunks of 16 keys past the block are 0.
-__device__ __forceinline__ void tile_v(element* tile, shared_address smem) {
-    transpose_block(smem, smem + kRowsBytes, threadIdx.x / 32);
-    __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kTileBytes / 16; i += kThreads) {
-        const int keys = 16 * (i % 8 ^ i / 8 % 8);
-        store_global_128(tile + 16 * i, keys < kBlockN ? load_shared_128(smem + kRowsBytes + 16 * i) : uint4{});
-    }
-}
+__device__ void tile_v(element* tile, shared_address smem);  // Writes V^T
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_fwd_fp8_tiles_transpose_hdim128_e4m3_promoted_causal_sm90(const __grid_constant__ Params params) {
@@ -117,6 +107,17 @@ __device__ __forceinline__ void load_v(const Params& params, shared_address smem
 #pragma unroll
     for (int panel = 0; panel < kPanelsV; ++panel) {
         tma_load_4d(smem + panel * kBlockN * kPanelRowBytes, params.v, full, panel * kPanelColumns, row, head, batch);
+    }
+}
+
+// Writes V^T. Chunks of 16 keys past the block are 0.
+__device__ __forceinline__ void tile_v(element* tile, shared_address smem) {
+    transpose_block(smem, smem + kRowsBytes, threadIdx.x / 32);
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTileBytes / 16; i += kThreads) {
+        const int keys = 16 * (i % 8 ^ i / 8 % 8);
+        store_global_128(tile + 16 * i, keys < kBlockN ? load_shared_128(smem + kRowsBytes + 16 * i) : uint4{});
     }
 }
 
