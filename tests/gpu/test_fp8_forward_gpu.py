@@ -81,6 +81,25 @@ def test_bits_do_not_depend_on_the_layout_of_v(width, accumulate, options):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2500, 300)}], ids=str)
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_bits_do_not_depend_on_when_v_is_transposed(width, accumulate, options):
+    """Many queries share a V that a step of its own transposes; contiguous tokens need no transposition."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for Hopper")
+    shape = (4, 4096, 4080, 16, 2)
+    generator = torch.Generator("cuda").manual_seed(width)
+    (q, k, v), scale = inputs(shape, width, generator, 2.0), scales(shape, generator)
+    columns = v.view(torch.uint8).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).view(v.dtype)
+    named = dict(zip(SCALES, scale, strict=True)) | {"accumulate": accumulate, **options}
+    assert "_tiles_" in flashgen.plan(q, k, v, **named).variant.name
+    assert "_vt_" in flashgen.plan(q, k, columns, **named).variant.name
+    results = [flashgen.attention(q, k, x, **named, return_lse=True) for x in (v, columns)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def mask_of(kind, shape, generator):
     """A mask, and the same as a dense one."""
     batch, queries, keys, heads, _ = shape
@@ -338,6 +357,19 @@ def test_a_maximum_that_grows_step_by_step(width):
     k[0, :, 0, 0] = torch.linspace(200, 0, keys, device="cuda")
     v = torch.randn(1, keys, 1, width, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
     q, k, v = codes(q), codes(k), codes(v)
+    out, lse = flashgen.attention(q, k, v, dtype="e4m3", softmax_scale=1.0, return_lse=True)
+    verdict = fp8_reference.judge(*on_host(q, k, v, out, lse, softmax_scale=1.0))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_many_keys_of_the_smallest_weights_count(width):
+    """1,023 weights near 2^-16, a few times the smallest that P has as a code, beside one of 1."""
+    q, k = torch.zeros(1, 64, 1, width, device="cuda"), torch.zeros(1, 1024, 1, width, device="cuda")
+    q[..., 0], k[..., 0] = 2.75, -4.0
+    k[:, 700] = 0
+    v = torch.randn(1, 1024, 1, width, device="cuda", generator=torch.Generator("cuda").manual_seed(9))
+    q, k, v = codes(q), codes(k), codes(v.abs() + 0.5)
     out, lse = flashgen.attention(q, k, v, dtype="e4m3", softmax_scale=1.0, return_lse=True)
     verdict = fp8_reference.judge(*on_host(q, k, v, out, lse, softmax_scale=1.0))
     assert verdict.ok, verdict

@@ -433,6 +433,21 @@ def test_kernels_are_refused_by_what_they_lack():
         select(problem, hopper, offers(problem, hopper, specs))
 
 
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "options", "family"),
+    [
+        (4096, 16, {}, "flash_fwd_fp8_tiles"),
+        (128, 16, {}, "flash_fwd_fp8"),
+        (1024, 2, {"causal": True}, "flash_fwd_fp8_tiles"),
+        (4096, 16, {"window_size": (100, 20)}, "flash_fwd_fp8"),
+    ],
+    ids=str,
+)
+def test_many_queries_of_a_head_of_keys_pay_for_a_transposition_of_v(queries, kv_heads, options, family):
+    q, k = (4, queries, 16, 128), (4, 4096, kv_heads, 128)
+    assert flashgen.explain(q, k, dtype="e4m3", arch="sm_90", **options).variant.family == family
+
+
 def test_explain_takes_codes_by_their_dtype():
     explained = flashgen.explain((1, 1024, 16, 112), dtype="e4m3", causal=True, arch="sm_90")
     assert explained.variant.name == "flash_fwd_fp8_hdim128_e4m3_promoted_causal_sm90"

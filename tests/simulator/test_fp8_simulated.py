@@ -299,6 +299,26 @@ def test_a_maximum_that_grows_step_by_step(name, fresh_seed):
     assert example.judge().ok, example.judge()
 
 
+@pytest.mark.parametrize("name", [PROMOTED, FAST, ADA])
+def test_many_keys_of_the_smallest_weights_count(name, fresh_seed):
+    """1,023 weights near 2^-16, a few times the smallest that P has as a code, beside one of 1."""
+    variant = VARIANTS[name]
+    example = make(variant, Shape(64, 1024, 2, head_dim=128), fresh_seed)
+    q, k = np.zeros(example.q.shape, np.float32), np.zeros(example.k.shape, np.float32)
+    for scale in (example.others.get(x) for x in ("q_scale", "k_scale")):
+        if scale is not None:
+            scale[...] = 1
+    v = np.abs(example.v.view(float8_e4m3fn).astype(np.float32)) + 0.5
+    q[..., 0] = 16 * np.log(2) / 4 * example.q.shape[-1] ** 0.5
+    k[..., 0] = -4
+    k[:, 700, :, 0] = 0
+    example.q[...], example.k[...], example.v[...] = (
+        x.astype(float8_e4m3fn).view(np.uint8) for x in (q, k, v)
+    )
+    simulated(variant, example, fresh_seed)
+    assert example.judge().ok, example.judge()
+
+
 # Planted faults: kernel, shape, what finds it, old text, new text.
 NUMBERS, RACE = {WRONG}, {"race", "copy in flight", "uninitialised shared memory"}
 PHASES = RACE | {"deadlock", "mbarrier", "proxy", WRONG}

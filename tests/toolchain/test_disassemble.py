@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 
 from flashgen.errors import BadParam, InternalError
+from flashgen.families.load import load_specs
+from flashgen.source.render import render
 from flashgen.toolchain import compile as fc
 from flashgen.toolchain import disassemble
 from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics, nvdisasm, sass, summary
@@ -97,6 +99,21 @@ def test_spills_are_seen(tool):
     assert compiled.spill_stores > 0
     assert counts["STL"] > 0
     assert counts["LDL"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "instruction"),
+    [
+        ("flash_fwd_fp8_hdim64_e4m3_promoted_sm90", "sm_90a", "QGMMA"),
+        ("flash_fwd_fp8_hdim64_e4m3_promoted_sm89", "sm_89", "QMMA"),
+    ],
+)
+def test_products_of_codes_are_of_e4m3(tool, name, arch, instruction):
+    """Hopper computes the mma.sync of e4m3 with the instructions of fp16, at their rate."""
+    variant = next(x for spec in load_specs() for x in spec.variants() if x.name == name)
+    counts = mnemonics(sass(fc.compile_cubin(render(variant), name, arch).cubin))
+    assert counts[instruction] > 0
+    assert not counts.keys() & {"HMMA", "HGMMA"}
 
 
 def test_a_missing_tool_says_what_to_install(nowhere):

@@ -17,3 +17,5 @@ STAGES_SCORES = "stages_scores"
 CONVERTS_CODES = "converts_codes"
 # As STAGES_SCORES, but warps of the producer copy elements before consumers need them, also of 32 bits.
 STREAMS_SCORES = "streams_scores"
+# A step before the main one writes V^T of each block of keys as the main one wants it in shared memory.
+TILED_V = "tiled_v"

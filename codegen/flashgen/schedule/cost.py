@@ -57,6 +57,9 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     Sequences whose lengths differ have as many tiles as are to be expected. The longest come first, so
     multiprocessors end together: no wave is counted whole.
 
+    Kernels before it that have tiles of keys take the time of ``passes`` query rows for each key, and of one
+    more tile to begin.
+
     A grid of tiles of keys takes the time of its `rows_of_tiles`. The kernels before and after it take the
     time of ``passes`` keys for each query row, in whole tiles of the kernel before.
 
@@ -99,7 +102,15 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
             whole = (count - 1) // device.num_sms
             last = longest - 2 * (longest - of_tile) * whole * device.num_sms / count
             keys = max(keys, whole * mean + last)
-    return keys * block_m / _rate(variant)
+    return keys * block_m / _rate(variant) + _before_rows(problem, variant, device.num_sms)
+
+
+def _before_rows(problem: Problem, variant: Variant, num_sms: int) -> float:
+    """Scores in whose time the kernels before a grid of rows prepare blocks of keys, and begin."""
+    steps = [step for step in variant.before if step.grid.tile(KEYS)] if variant.dispatch.passes else []
+    return variant.dispatch.passes * sum(
+        step.grid.tile(KEYS) * (1 + tiles(problem, step) / num_sms) for step in steps
+    )
 
 
 def _rate(variant: Variant) -> float:

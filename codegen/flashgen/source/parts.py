@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.families.features import CONVERTS_CODES
+from flashgen.families.features import CONVERTS_CODES, TILED_V
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
@@ -66,6 +66,7 @@ class Parts(NamedTuple):
     finish: str  # what rows see: all keys, a range of keys, or keys by a dense mask
     pv: str  # MMAs of codes: the same as `sums`, or whole, where P V follows its softmax at once
     sums: str  # of P V: added to O by the MMAs, or promoted to fp32 first
+    order: str  # of the keys and columns of V^T of codes: as P is in registers, e4m3, or as in v, e4m3_vt
     score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
     softmax: str  # what softmax multiplies scores by: by_scale, or by_row_scales
     softmax_step: str  # the same, or with_offset, where rows add a part of the score
@@ -170,6 +171,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
         pv="whole" if "wide" in features else sums,
         sums=sums,
+        order="e4m3" if TILED_V in features else _plan_of(form),
         score_scale=_score_scale(form),
         softmax=softmax,
         softmax_step="with_offset" if has_offset else softmax,
@@ -299,7 +301,8 @@ def _plan_of(form: Variant) -> str:
     """
     if form.dtype != "e4m3":
         return "f16_by_tma" if "tma_stores" in form.features else "f16"
-    return "e4m3_vt" if form.axis_values.get("v_layout") == "vt" else "e4m3"
+    transposed = TILED_V in form.features or form.axis_values.get("v_layout") == "vt"
+    return "e4m3_vt" if transposed else "e4m3"
 
 
 def _turns(form: Variant) -> str:

@@ -1,0 +1,898 @@
+// flash_fwd_fp8_tiles_hdim128_e4m3_promoted_causal_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype e4m3, accumulate promoted, mask_type causal, sinks none, out_codes none,
+//           gqa mha
+// tile      block_m 128, block_n 128, q_stages 2, stages 4, panel 128, producer_registers 24
+// block     384 threads, 165024 bytes of dynamic shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
+// spec      flash_fwd_fp8_tiles_sm90.yaml
+// template  flash_fwd_fp8_sm90.cu.j2
+#include "flashgen/fp8_sm90.cuh"
+
+// A tile is kBlockM rows of queries that attend to the keys of one kv head. Thread blocks are persistent: each computes one tile after another.
+// For each KV block that the tile's rows attend to, from the last to the first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end O is divided by row_sum.
+//
+// Q K^T is of e4m3 codes: tile_scale has the scales of Q and K in it. P is rounded to e4m3, 2^kPBias times as large.
+// wgmma adds products of e4m3 with 13 bits of fraction: a sum over many keys loses what each key adds.
+//
+// Map
+//   warpgroup 0          the producer, kProducerRegisters = 24 a thread
+//     thread 0           produce(): loads Q, K and V by TMA
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
+//
+//   SharedStorage        bytes
+//   q                    16384  x 2  Q of a tile
+//   k                    16384  x 4  K of a KV block
+//   v                    16384  x 4  V^T of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
+//
+//   barrier              arrivals of a phase                                              who waits
+//   q_full               1: the producer, and the bytes of TMA                            consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
+
+using element = e4m3;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 128;  // keys of a KV block
+constexpr int kQStages = 2;  // Q buffers
+constexpr int kStages = 4;  // K buffers, and V buffers
+constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+
+// Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
+// share the registers that the producer gives up, at most 240 a thread. If the share at launch is larger than kConsumerRegisters, ptxas lowers
+// it to kConsumerRegisters.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 24;
+constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
+
+enum NamedBarrier : int {  // __syncthreads() has the number 0
+    kTurnBarrier = 1,  // + consumer
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,  // of the last consumer
+};
+
+// Shared memory holds panels of 128 columns. TMA swizzles the 128 bytes of each row.
+constexpr int kPanelColumns = 128;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kKeyPanel = 128;  // bytes of a row of V^T: the keys of a KV block. The row is swizzled
+
+// Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
+struct SharedStorage {
+    element q[kQStages][kPanels][kBlockM][kPanelColumns];
+    element k[kStages][kPanels][kBlockN][kPanelColumns];
+    element v[kStages][kHeadDimV][kKeyPanel];
+    uint64_t q_full[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+};
+constexpr int kQBytes = sizeof(SharedStorage::q[0]);
+constexpr int kKBytes = sizeof(SharedStorage::k[0]);
+constexpr int kVBytes = sizeof(SharedStorage::v[0]);
+
+// Addresses within the SharedStorage of the thread block.
+struct SharedAddresses {
+    shared_address storage;
+    shared_address barriers;  // of the first barrier, kept in a register; the other barriers are at constant offsets from it
+
+    __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
+
+    // Buffers.
+    __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
+    __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
+    __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+
+    // Barriers.
+    __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+
+    __device__ __forceinline__ shared_address at(int offset, int index, int element_bytes) const {
+        return storage + offset + index * element_bytes;
+    }
+
+    __device__ __forceinline__ shared_address barrier(int offset, int index) const {
+        return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
+    }
+};
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    const element* v_tiles;
+    bf16* out;                            // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    const float* q_scale;                 // (q_scale_batch, q_scale_heads); may be null; what a code of 1 in q stands for; null is 1
+    const float* k_scale;                 // (k_scale_batch, k_scale_heads); may be null; what a code of 1 in k stands for; null is 1
+    const float* v_scale;                 // (v_scale_batch, v_scale_heads); may be null; what a code of 1 in v stands for; null is 1
+    int64_t out_batch_stride;             // strides are in elements
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_tiles;                    // tiles of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t rows_ahead;                   // a head's first tile begins this many rows before query 0
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
+    int32_t num_l2_groups;                // the last group has the remaining heads
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t q_scale_batch;
+    int32_t q_scale_heads;
+    int32_t k_scale_batch;
+    int32_t k_scale_heads;
+    int32_t v_scale_batch;
+    int32_t v_scale_heads;
+    int32_t out_is_fp16;                  // elements of out are fp16, not bfloat16
+    float scale_log2;                     // softmax_scale * log2(e), above 0
+};
+
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
+struct Tile {
+    int batch;
+    int head;  // query head; if heads are packed, the first of the group
+    int kv_head;
+    int first_row;  // the first tile of a head may begin before row 0
+};
+
+__device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores that a lane holds of a KV block
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
+
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The union of the key ranges of rows [first_row, first_row + count)
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The intersection of the key ranges of rows [first_row, first_row + count)
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
+using key_word = uint32_t;  // a bit for each key of a lane
+
+__device__ constexpr key_word key_bit(int key);  // The bit of a key
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`
+__device__ key_word bits_from(int key, int first_key, int lane);
+// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
+// ====
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks that rows [first_row, first_row + count) attend to
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+
+// The tiles that a thread block of the persistent grid takes, one after the other.
+struct TileSequence {
+    int index;
+    int step;
+
+    __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
+
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth, so a short tile
+    // follows a long one: of G thread blocks, thread block b takes the tiles b, 2 G - 1 - b, 2 G + b, 4 G - 1 - b, ...
+    __device__ __forceinline__ void advance() {
+        index += step;
+        step = 2 * gridDim.x - step;
+    }
+};
+
+__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
+// Loads kBlockN rows of K or V of one head, panel by panel
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch, int row_bytes = kPanelRowBytes);
+// Loads K and V of a KV block, each when its buffer is empty
+__device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
+    RingPosition<kStages>& ring);
+template <int kRowBytes> __device__ uint64_t descriptor(shared_address start);  // A matrix descriptor of a K-major operand
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup
+__device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
+
+// P of a warpgroup, 64 x kColumns, rounded and packed as wgmma's operand A in registers. A lane holds columns 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9 of every 16, and the operand wants 4 t to 4 t + 3.
+template <int kColumns>
+struct PackedScores {
+    uint32_t fragment[kColumns / 32][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
+        // V^T has its keys in the order of these columns, so P stays in its lane.
+#pragma unroll
+        for (int step = 0; step < kColumns / 32; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int first = 16 * step + 8 * (i / 2) + 2 * (i % 2);
+                fragment[step][i] = pack_e4m3x4(scores[first], scores[first + 1], scores[first + 4], scores[first + 5]);
+            }
+        }
+    }
+};
+
+// Starts P . V of one KV block, 64 x kHeadDimV
+__device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
+// O = O * factor + P V of a block, in fp32
+__device__ void promote(float (&output)[kHeadDimV / 2], const float (&partial)[kHeadDimV / 2], const float (&factor)[2]);
+
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
+// row_max is raised, for all rows of the warp, only when some row exceeds it by more than kSlack + kPBias. P can reach 2^(kPBias + kSlack). O and
+// row_sum carry the same factor, so nothing is lost, and many blocks need no rescale and no quad reduction.
+constexpr float kSlack = 0.75f;
+// e4m3 P loses bits below 2^-6. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 8.0f;
+
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+
+// ==== row_end: the factor of O and the LSE, after the last key of a row
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
+// ====
+
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
+// What a code of q, k or v is multiplied by, for a query head
+__device__ float load_scale(const float* scale, int batch_entries, int heads, const Params& params, const Tile& tile);
+__device__ float scale_of_scores(const Params& params, const Tile& tile);  // scale_log2 of a tile, whose scores are products of codes
+__device__ float scale_of_values(const Params& params, const Tile& tile);  // What O of a tile is multiplied by
+
+struct RowState {  // of a lane's two rows: g and g + 8 of the warp's 16, where g = lane / 4
+    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain
+    float row_sum[2] = {0.0f, 0.0f};            // this lane's share of the sum of P
+    float correction[2];                        // of O, if row_max has moved
+};
+
+// Turns S of a KV block into P and adds it to row_sum
+__device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
+__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
+// Completes row_sum of the lane's two rows, and writes their LSE
+__device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
+// Normalises O, rounds it and writes it from registers
+__device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
+    int first_row, int lane);
+
+// The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
+    // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> q_ring;
+    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
+        const Tile tile = find_tile(params, tiles.index);
+        mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
+        load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
+        q_ring.advance();
+        const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
+#pragma unroll 1  // the loop waits for copies: unrolling would only lengthen the compile
+        for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
+    }
+}
+
+// A consumer warpgroup: 64 rows of each tile.
+__device__ __forceinline__ void consume(const Params& params, const SharedAddresses& shared, int consumer) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
+    RingPosition<kQStages> q_ring;
+    RingPosition<kStages> k_ring, v_ring;
+    auto release = [&](shared_address empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    // A consumer of this kernel issues MMAs when it can: a turn is empty.
+    auto begin_turn = [] {};
+    auto end_turn = [] {};
+
+    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
+    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
+    // not yet arrived for that phase.
+    auto skip_block = [&] {
+        mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        begin_turn();
+        end_turn();
+        release(shared.k_empty(k_ring.stage));
+        k_ring.advance();
+        mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+        // All lanes must see this phase before lane 0 arrives on empty. A lane that still polls two phases later would wait forever.
+        __syncwarp();
+        release(shared.v_empty(v_ring.stage));
+        v_ring.advance();
+    };
+
+    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
+        const Tile tile = find_tile(params, tiles.index);
+        const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
+        int kv_block = blocks.last;
+
+        // The KV blocks that this warpgroup's 64 rows attend to. The first tile of a head may begin before query 0, by a multiple of 64 rows. So either
+        // all 64 rows are before query 0, and attend to no KV block, or no row is before it.
+        const int warpgroup_row = tile.first_row + 64 * consumer;
+        const bool has_rows = warpgroup_row >= 0;
+        const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
+        const bool visible = visible_blocks.last >= visible_blocks.first;
+        const int first_block = visible_blocks.first;
+        // Skips KV blocks past the last key that these rows attend to; all KV blocks if they attend to none.
+#pragma unroll 1
+        for (; kv_block > max(visible_blocks.last, blocks.first - 1); --kv_block) skip_block();
+        const int first_row = tile.first_row + warp_row;
+        const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
+        // All lanes must see this phase before lane 0 arrives on empty. A lane that still polls two phases later would wait forever.
+        __syncwarp();
+        float output[kHeadDimV / 2] = {};
+        RowState rows;
+        const float tile_scale = scale_of_scores(params, tile);
+
+        if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
+        // The keys that all 16 rows of the warp see: KV blocks within them need no mask. All rows of a warp may be past the last one, so clamp first_row.
+        const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
+        // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
+        auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
+            const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
+            if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
+        };
+
+        if (visible) {
+            float scores[kBlockN / 2];
+            mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+            begin_turn();
+            mma_qk(scores, q_smem, shared.k(k_ring.stage));
+            end_turn();
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
+            wgmma_wait<0>();
+            pin_registers(scores);
+            release(shared.k_empty(k_ring.stage));
+            k_ring.advance();
+            finish_scores(scores, kv_block);
+            softmax_step(scores, rows, tile_scale);
+            PackedScores<kBlockN> p;
+            p.set(scores);
+            float partial[kHeadDimV / 2];
+            float factor[2] = {1.0f, 1.0f};  // of O, when P V of the block in `p` is added
+            for (--kv_block; kv_block >= first_block; --kv_block) {
+                // 1. S = Q K^T of this block: wait for K, issue.
+                mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+                begin_turn();
+                mma_qk(scores, q_smem, shared.k(k_ring.stage));
+                // 2. P V of the previous block: wait for V, issue.
+                mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+                mma_pv(partial, p, shared.v(v_ring.stage));
+                end_turn();
+                // 3. Wait for S, with P V in flight. Release K.
+                wgmma_wait<1>();
+                pin_registers(scores);
+                release(shared.k_empty(k_ring.stage));
+                k_ring.advance();
+                // 4. Softmax on S while P V runs.
+                finish_scores(scores, kv_block);
+                const bool moved = softmax_step(scores, rows, tile_scale);
+                // 5. Wait for P V. Release V.
+                wgmma_wait<0>();
+                pin_registers(partial);
+                release(shared.v_empty(v_ring.stage));
+                v_ring.advance();
+                // 6. Pack P for the next P V, and update O.
+                // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
+                // the wait and interleaves them with the packing.
+                p.set(scores);
+                // Add P V of the previous block to O.
+                promote(output, partial, factor);
+                factor[0] = moved ? rows.correction[0] : 1.0f;
+                factor[1] = moved ? rows.correction[1] : 1.0f;
+            }
+            release(shared.q_empty(q_ring.stage));
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            mma_pv(partial, p, shared.v(v_ring.stage));
+            wgmma_wait<0>();
+            pin_registers(partial);
+            release(shared.v_empty(v_ring.stage));
+            v_ring.advance();
+            promote(output, partial, factor);
+        }
+        store_tile(params, tile, output, rows, first_row, lane);
+        q_ring.advance();
+    }
+    // The warpgroup may exit: O leaves from registers, and all its MMAs and loads have been awaited.
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_fwd_fp8_tiles_hdim128_e4m3_promoted_causal_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        init_barriers(shared);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
+    griddepcontrol_wait();
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
+    griddepcontrol_launch_dependents();
+
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(params, shared);
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume(params, shared, warpgroup - 1);
+    }
+}
+
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+}
+
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
+    // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
+    const int num_heads = params.num_heads_q;
+    const int l2_group = min(index / (params.heads_per_l2_group * params.num_row_blocks), params.num_l2_groups - 1);
+    const int first_head = l2_group * params.heads_per_l2_group;
+    const bool is_last = l2_group == params.num_l2_groups - 1;
+    const int l2_group_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_l2_group;
+    const int index_in_l2_group = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_l2_group / l2_group_heads;
+    const int head_of_batch = first_head + index_in_l2_group - row_block * l2_group_heads;
+
+    Tile tile;
+    tile.batch = head_of_batch / num_heads;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
+    // If rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query, and the first tile is the partial one: its rows
+    // attend to the fewest keys.
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// Visits the scores that a lane holds of a KV block: visit(row, key, score). `row` is 0 or 8, counted from the warp's first row + lane / 4. `key`
+// is 8 j or 8 j + 1, counted from the block's first key + lane % 4 * 2. Both are constants after unrolling.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
+#pragma unroll
+    for (int row = 0; row <= 8; row += 8) {
+#pragma unroll
+        for (int key = 0; key < kBlockN; key += 8) {
+            visit(row, key, scores[key / 2 + row / 4]);
+            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
+        }
+    }
+}
+
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+__device__ constexpr key_word key_bit(int key) {
+    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
+    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
+}
+
+__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
+    // Adding 6 makes both terms round up.
+    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
+    const int before = (distance + 1) / 8 + distance / 8;
+    return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
+}
+
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
+                                           int lane) {
+    key_word hidden[2];  // of the lane's two rows
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
+        hidden[i] = bits_from(keys.end, first_key, lane);
+    }
+    for_each_score(scores, [&](int row, int key, float& score) {
+        if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
+    });
+}
+// ====
+
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
+}
+
+// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
+// because 0 times a NaN in memory would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
+// Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch, int row_bytes) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * row_bytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * row_bytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
+__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
+                                           RingPosition<kStages>& ring) {
+    mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
+    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, kv_block * kBlockN), tile.kv_head,
+                           tile.batch);
+    // V^T of the KV block, as an earlier kernel has left it.
+    mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(shared.v_full(ring.stage), kVBytes);
+    const int num_kv_blocks = (params.seqlen_kv + kBlockN - 1) / kBlockN;
+    const int64_t index = (int64_t(tile.batch) * params.num_heads_kv + tile.kv_head) * num_kv_blocks + kv_block;
+    bulk_load(shared.v(ring.stage), params.v_tiles + index * kVBytes, shared.v_full(ring.stage), kVBytes);
+    ring.advance();
+}
+
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 32, b 32 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2. For each
+// instruction the tensor core cuts the 32 products and d off at 2^-13 of the largest, adds them, and keeps 13 bits of the fraction.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
+
+// wgmma.mma_async.m64n128k32: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n128k32_e4m3_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k32. A from registers: a[0] = (row g, columns 4 t to 4 t + 3), a[1] = (row g + 8, same columns), a[2],
+// a[3] = columns 16 further. b is K-major: e4m3 operands have no other layout.
+__device__ __forceinline__ void wgmma_m64n128k32_e4m3_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor of a K-major operand: where it is in shared memory, the distance between its swizzle atoms of eight rows, and the
+// bytes of a swizzled row.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t descriptor(shared_address start) {
+    static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "the rows of a swizzle");
+    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
+}
+
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. A step of 32 along the K dimension is 32 bytes within the swizzled row.
+__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
+    const uint64_t q = descriptor<kPanelRowBytes>(q_smem);
+    const uint64_t k = descriptor<kPanelRowBytes>(k_smem);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 32) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns;
+        wgmma_m64n128k32_e4m3_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
+                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
+    const uint64_t v = descriptor<kKeyPanel>(v_smem);
+    pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 32; ++step) pin_registers(p.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 32; ++step) {
+        wgmma_m64n128k32_e4m3_rs(output, p.fragment[step], v + (32 * step >> 4), step > 0);
+    }
+    wgmma_commit();
+}
+
+// O = O * factor + P V of a block, in fp32. `factor` is by how much row_max moved when that block's P was made.
+__device__ __forceinline__ void promote(float (&output)[kHeadDimV / 2], const float (&partial)[kHeadDimV / 2],
+                                        const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[4 * n + e] = fmaf(output[4 * n + e], factor[e / 2], partial[4 * n + e]);
+    }
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// ==== row_end: the factor of O and the LSE, after the last key of a row
+
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+// ====
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a code of q, k or v is multiplied by, for a query head: one number of the array, of its batch entry and of its head or its group of
+// heads, where the array has several. Without an array it is 1.
+__device__ __forceinline__ float load_scale(const float* scale, int batch_entries, int heads, const Params& params, const Tile& tile) {
+    if (scale == nullptr) return 1.0f;
+    const int head = tile.head * heads / params.num_heads_q;
+    return __uint_as_float(load_global_32(scale + min(tile.batch, batch_entries - 1) * heads + head));
+}
+
+// scale_log2 of a tile, whose scores are products of codes. As scale_log2 it is above 0: a factor of 0 would make NaN of a masked score.
+__device__ __forceinline__ float scale_of_scores(const Params& params, const Tile& tile) {
+    const float scale = load_scale(params.q_scale, params.q_scale_batch, params.q_scale_heads, params, tile) *
+                        load_scale(params.k_scale, params.k_scale_batch, params.k_scale_heads, params, tile);
+    return fmaxf(params.scale_log2 * scale, 0x1p-126f);
+}
+
+__device__ __forceinline__ float scale_of_values(const Params& params, const Tile& tile) {
+    return load_scale(params.v_scale, params.v_scale_batch, params.v_scale_heads, params, tile);
+}
+
+// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
+// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
+// any size. The launcher makes sure that scale_log2 > 0.
+__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
+    float block_max[2];
+    bool moves = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < kBlockN / 8; ++j) {
+            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        }
+        block_max[half] = __fmul_ru(value, scale_log2);
+        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack + kPBias);
+    }
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows.row_max[half];
+            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]) - kPBias);
+            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
+            rows.row_sum[half] *= rows.correction[half];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
+            rows.row_sum[e / 2] += scores[4 * j + e];
+        }
+    }
+    return moves;
+}
+
+__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
+    }
+}
+
+__device__ __forceinline__ bool is_row(const Params& params, int row) {
+    return row >= 0 && row < num_rows(params);
+}
+
+// Completes row_sum of the lane's two rows, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
+__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
+                                            float (&factor)[2]) {
+    const float value_scale = scale_of_values(params, tile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        const float row_sum = quad_sum(rows.row_sum[half]);
+        const RowEnd end = row_end(rows.row_max[half], row_sum);
+        factor[half] = end.factor();
+        factor[half] *= value_scale;
+        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
+            const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                            end.lse());
+        }
+    }
+}
+
+// Normalises O, rounds it and writes it from registers. Column 16 j + 8 parity + i of the accumulator is column 16 j + 2 i + parity of O, as
+// transpose_block() ordered the rows of V^T: of every 16 columns a lane has four neighbours.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           const RowState& rows, int first_row, int lane) {
+    float factor[2];
+    finish_rows(params, tile, rows, first_row, lane, factor);
+    auto pack_pair = [&](float low, float high) {
+        return params.out_is_fp16 ? pack<fp16>(low, high) : pack<bf16>(low, high);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        auto* out_row = params.out + tile.batch * params.out_batch_stride +
+                        row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        opaque(out_row);  // else it is computed anew for each store
+#pragma unroll
+        for (int column = 0; column < kHeadDimV; column += 16) {
+            float values[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values[i] = output[column / 2 + 4 * (i % 2) + 2 * half + i / 2] * factor[half];
+            }
+            const uint2 words = {pack_pair(values[0], values[1]), pack_pair(values[2], values[3])};
+            if (is_row(params, row) && column < params.head_dim_v) store_global_64(out_row + column + 4 * (lane % 4), words);
+        }
+    }
+}
+
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kBlockN <= kKeyPanel, "a row of V^T is one swizzled row");
+static_assert(sizeof(SharedStorage) + 1024 == 165024, "launcher and kernel agree on shared memory");
+static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kHeadDim % 32 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(sizeof(Params) == 448 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128);
+static_assert(offsetof(Params, v_tiles) == 256 && offsetof(Params, out) == 264 && offsetof(Params, lse) == 272);
+static_assert(offsetof(Params, q_scale) == 280 && offsetof(Params, k_scale) == 288 && offsetof(Params, v_scale) == 296);
+static_assert(offsetof(Params, out_batch_stride) == 304 && offsetof(Params, out_row_stride) == 312);
+static_assert(offsetof(Params, out_head_stride) == 320 && offsetof(Params, batch_size) == 328);
+static_assert(offsetof(Params, num_heads_q) == 332 && offsetof(Params, num_heads_kv) == 336 && offsetof(Params, seqlen_q) == 340);
+static_assert(offsetof(Params, seqlen_kv) == 344 && offsetof(Params, head_dim_v) == 348 && offsetof(Params, num_tiles) == 352);
+static_assert(offsetof(Params, num_row_blocks) == 356 && offsetof(Params, rows_ahead) == 360);
+static_assert(offsetof(Params, heads_per_l2_group) == 364 && offsetof(Params, num_l2_groups) == 368);
+static_assert(offsetof(Params, diagonal_offset) == 372 && offsetof(Params, q_scale_batch) == 376);
+static_assert(offsetof(Params, q_scale_heads) == 380 && offsetof(Params, k_scale_batch) == 384);
+static_assert(offsetof(Params, k_scale_heads) == 388 && offsetof(Params, v_scale_batch) == 392);
+static_assert(offsetof(Params, v_scale_heads) == 396 && offsetof(Params, out_is_fp16) == 400);
+static_assert(offsetof(Params, scale_log2) == 404);
+static_assert(kSlack + kPBias < 8.8f, "P stays below 448, the largest e4m3");
