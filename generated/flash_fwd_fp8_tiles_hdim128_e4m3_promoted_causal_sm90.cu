@@ -348,13 +348,11 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto begin_turn = [] {};
     auto end_turn = [] {};
 
-    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
-    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
-    // not yet arrived for that phase.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still releases K and V, because the barriers count every warp. It waits for
+    // full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        begin_turn();
-        end_turn();
+        __syncwarp();  // before lane 0 arrives on empty, as for V below
         release(shared.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
