@@ -1136,8 +1136,8 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
 
 // Counts the thread block when all its dQ is added. A warp of the producer warpgroup calls it.
 // The convert kernel rounds dQ of a head when all thread blocks of the head are counted, while thread blocks of later heads still run. A thread
-// block without steps counts too. A full count implies cleared: the first query or the last one attends to a key, so some thread block has
-// steps, and it waited for the clear.
+// block without steps counts too.
+// A full count implies cleared: the first query or the last one attends to a key, so some thread block has steps, and it waited for the clear.
 __device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
     barrier_sync(kAddedBarrier, kAddedThreads);
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);

@@ -134,7 +134,8 @@ ARRAYS = {
         "how many tiles are taken; for each list its tiles, the longest first: see place_of_tile()", _BLOCKS
     ),
     "key_order": Note(
-        "how many blocks come first; for each list its blocks of keys, the longest first", _BLOCKS
+        "how many blocks are long; for each list its blocks of keys, the longest first, and their lists",
+        _BLOCKS,
     ),
     "key_list_ends": Note("(lists, num_listed_keys, 2): begin and end of each list by keys", _BLOCKS),
     "key_lists": Note("(block_entries, 2): a block of queries; thread blocks of later keys", _BLOCKS),

@@ -117,7 +117,7 @@ def rule_params(rule: Rule, step: str = "", tables: Sequence[str] = ()) -> tuple
         doc = "(lists, arrays of keys, blocks of keys): not 0 where elements fall"
         params.append(Param("line_breaks", "int32_t*" if of_bounds else "const int32_t*", doc))
     if "key_order" in tables:
-        params.append(Param("key_order", "const int32_t*", "how many blocks come first; blocks of keys"))
+        params.append(Param("key_order", "const int32_t*", "how many blocks are long; all blocks in order"))
     if "block_indptr" in tables and keys is not None:
         params.append(Param("block_indptr", "const int32_t*", "for each list a table"))
         params += [Param(f"block_indptr_{name}_stride", "int64_t") for name in ("batch", "head")]

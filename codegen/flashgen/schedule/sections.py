@@ -63,8 +63,7 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         running = blocks_at_a_time(variant, device)
         query_heads = problem.num_heads_q // problem.num_heads_kv // parts
         if not variant.grid.in_turns:
-            in_order = any(param.name == "key_order" for param in variant.params)
-            at_once = running * (2 if in_order else 1) // tiles_of_head
+            at_once = running * (2 if _in_order(variant) else 1) // tiles_of_head
             return _of_keys(
                 problem, variant, total, max(1, min(at_once, running // 16)), query_heads, running
             )
@@ -90,6 +89,11 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
         heads_at_once = max(heads_at_once, min(blocks_at_a_time(variant, device) // together, kept))
     return _even(total, group, heads_at_once)
+
+
+def _in_order(variant: Variant) -> bool:
+    """Whether a table on the device has the order of tiles of keys: of a mask by a line."""
+    return any(param.name == "key_order" for param in variant.params)
 
 
 def _are_uneven(problem: AttentionProblem) -> bool:
@@ -178,8 +182,11 @@ def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, 
     heads beyond a section make 16 tiles. If a section is one head, there are 16 tiles between the last tile
     that clears and the first that waits. In larger sections the tiles of a head are apart, with about
     ``clear_distance`` tiles between them, and the first may wait a little. With more heads L2 would lose the
-    zeros before dq is added to them. (Measured: docs/tuning.md.)
+    zeros before dq is added to them. (Measured: docs/tuning.md.) If a table has the longest tiles first, long
+    tiles of a section are launched a section early, so the tiles of the section two before it clear it.
     """
+    if _in_order(variant):
+        return 2 * sections(problem, variant, device, parts).heads
     tiles_ahead = min(16, blocks_at_a_time(variant, device))
     heads_ahead = -(-tiles_ahead // max(1, row_blocks(problem, variant)))
     return sections(problem, variant, device, parts).heads + heads_ahead

@@ -82,6 +82,7 @@ class Parts(NamedTuple):
     derivative: str  # whether dP - delta has the derivative of scores as a factor: derivative or plain
     modification: str  # how a step modifies scores; none if it does not
     query_steps: str  # the steps of a block of keys: by lists, or by the order of dQ and the heads of a step
+    steps_from: str  # how consumers on Hopper know a step: by the order of steps, or from the producer
     step_heads: str  # how a step names its query head: mha, gqa_sm80 or gqa_sm90
     cleared: str  # when dq_accum is cleared: ahead, by thread blocks of the main kernel, or before it
     queries: str  # how the queries of a key are found on Hopper
@@ -139,6 +140,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         lane_address="with_offset" if with_offset else "plain",
         epilogue=_epilogue(form),
         modification=_modification(form, has_derivative),
+        steps_from="producer" if visits == "listed" else "order",
         step_heads="mha" if axes.get("gqa") == "mha" else f"gqa_{family}",
         cleared="ahead" if "clears_ahead" in features else "before",
         queries=f"{mask_type}_to_last" if to_last else str(mask_type),
