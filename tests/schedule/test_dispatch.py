@@ -860,3 +860,14 @@ def test_rows_of_a_bias_that_begin_at_16_bytes_are_streamed(dtype, keys, streams
     taken = flashgen.explain(*shapes, arch="sm_90", score="bias", params={"bias": bias}).variant
     assert taken.streams is streams
     assert taken.staged is not None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "keys"), [("f2", 128), ("f4", 64)])
+def test_a_bias_of_head_dim_64_has_two_buffers(dtype, keys, causal):
+    bias = np.zeros((1, 2048, 2048), dtype)
+    taken = flashgen.explain(
+        *((8, 2048, 16, 64),) * 3, arch="sm_90", causal=causal, score="bias", params={"bias": bias}
+    ).variant
+    assert taken.tile_value("block_n") == keys
+    assert taken.tile_value("element_stages") == 2

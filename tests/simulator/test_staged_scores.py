@@ -23,6 +23,7 @@ TILES = "flash_fwd_hdim64_bf16_causal_m64_sm90"
 OVERLAPPED = "flash_fwd_hdim64_fp16_sm90"
 PACKED = "flash_fwd_hdim64_fp16_causal_m64_packgqa_sm90"
 ROOMY = "flash_fwd_hdim64_fp16_n128_sm90"  # fp32 elements fit
+TWO_BUFFERS = "flash_fwd_hdim64_bf16_n64_sm90"  # also of fp32
 PACKED_OVERLAPPED = "flash_fwd_hdim64_fp16_packgqa_sm90"
 DIAGONAL = "flash_fwd_hdim64_bf16_causal_m128_sm90"
 LISTED = "flash_fwd_hdim64_bf16_blocks_m64_sm90"
@@ -85,6 +86,7 @@ CASES = [
     (PACKED, "by 16 bytes"),
     (DENSE, "one row"),
     (ROOMY, "floats"),
+    (TWO_BUFFERS, "floats"),
     (DIAGONAL, "floats by 4 bytes"),
     (ODD_CHUNKS, "by 16 bytes"),
     (BACKWARD, "by 16 bytes"),
@@ -116,6 +118,7 @@ class Fault(NamedTuple):
     old: str
     new: str
     caught: tuple[str, ...] = NUMBERS
+    dtype: str = "bf16"
 
 
 AWAITED = "cp_async_wait<0>(); __syncwarp(); "
@@ -141,6 +144,11 @@ FAULTS = [
     Fault("second half of the rows read as the first", OVERLAPPED, 144,
           "chunk_offset(lane % 16,", "chunk_offset(lane % 8,"),
     Fault("chunks of another order", OVERLAPPED, 144, "j + lane / 16)", "j + 1 - lane / 16)"),
+    Fault("floats of another order", TWO_BUFFERS, 144,
+          "chunk = i / 4 * 2 + lane % 4 / 2;", "chunk = i / 4 * 2 + 1 - lane % 4 / 2;", dtype="f32"),
+    Fault("floats permuted by copies alone", TWO_BUFFERS, 144,
+          "buffer + chunk_offset(row, chunk) + lane % 2 * 8",
+          "buffer + 16 * (row * kElementChunks + chunk) + lane % 2 * 8", dtype="f32"),
     Fault("elements of the last tile", PACKED_OVERLAPPED, 144,
           "q_ring.advance(); copy_elements(params, score_rows, score_buffer, last_block * kBlockN, lane);",
           "q_ring.advance();"),
@@ -168,7 +176,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
-    variant = modified(fault.variant)
+    variant = modified(fault.variant, dtype=fault.dtype)
 
     def planted(step):
         return replace(render(step), fault.old, fault.new, fault.name) if step.is_main else render(step)

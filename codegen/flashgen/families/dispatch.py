@@ -17,7 +17,8 @@ class Dispatch(NamedTuple):
     counts them (``rows_at_most``; None: any), and the numbers by which `schedule.cost` models time.
 
     ``efficiency`` is the measured rate of a tile relative to its siblings; ``streaming`` is the rate where a
-    kernel streams an array of a score modification, None: ``efficiency``. The others are of all tiles.
+    kernel streams an array of a score modification, None: ``efficiency``; ``streaming_fp32`` is the rate
+    where it streams an fp32 array, None: ``streaming``. The others are of all tiles.
     """
 
     prefer: Annotated[str, Choice(("least_time", "on_request"))] = "least_time"
@@ -28,6 +29,7 @@ class Dispatch(NamedTuple):
     rows_at_most: Annotated[int | None, optional(Integer(1))] = None
     efficiency: Annotated[float, Decimal(above=0, most=1e6)] = 1.0
     streaming: Annotated[float | None, optional(Decimal(above=0, most=1e6))] = None
+    streaming_fp32: Annotated[float | None, optional(Decimal(above=0, most=1e6))] = None
 
     @property
     def on_request(self) -> bool:
@@ -36,4 +38,4 @@ class Dispatch(NamedTuple):
 
 
 # What a row of the tile table gives; the key `dispatch` of the file has the others.
-OF_A_TILE = ("efficiency", "streaming")
+OF_A_TILE = ("efficiency", "streaming", "streaming_fp32")

@@ -69,7 +69,7 @@ RESERVED = frozenset(
         *("efficiency", "no_spills", "tile", "step", "features", "parts"),
         *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),
         *("score_loads_by_key", "score_staged", "staged_dtype", "staged_bytes", "staged_row_stride"),
-        *("element_stages", "streaming"),
+        *("element_stages", "streaming", "streaming_fp32"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),
         *("row_spans", "key_spans", "block_spans", "skips_by_line", "line_arrays"),
         *("range_functions", "line_runs", "line_by", "tiles_in_order", "length_classes"),

@@ -120,6 +120,8 @@ def _rate(variant: Variant) -> float:
     efficiency = variant.dispatch.efficiency
     if variant.streams:
         efficiency = variant.dispatch.streaming or efficiency
+        if variant.staged.type == "f32":
+            efficiency = variant.dispatch.streaming_fp32 or efficiency
     return efficiency * (_PACKED if packed else 1) * (1 if stages else _UNSTAGED)
 
 
