@@ -14,8 +14,9 @@ from flashgen import errors
 ROOT = Path(__file__).parents[1]
 TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 DOCUMENTED: dict[str, set[str]] = {}
-for module, names in re.findall(r"^(?:>>> )?from (flashgen[\w.]*) import ([\w, ]+)$", TEXT, re.MULTILINE):
-    DOCUMENTED.setdefault(module, set()).update(names.split(", "))
+IMPORT = r"^(?:>>> )?from (flashgen[\w.]*) import (?:\(([\w,\s]+)\)|([\w, ]+))$"
+for module, in_brackets, on_the_line in re.findall(IMPORT, TEXT, re.MULTILINE):
+    DOCUMENTED.setdefault(module, set()).update(re.findall(r"\w+", in_brackets or on_the_line))
 # Of these the text names functions, and shows a few of them at work.
 for module, pattern in (
     ("flashgen.compat.flash_attn", r"`(flash_attn_\w+)`"),

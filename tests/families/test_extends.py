@@ -46,7 +46,7 @@ def test_only_what_differs_is_said(write):
     }  # fmt: skip
 
 
-# Of the parameter in the first step of flash_bwd_sm90.
+# Of the parameter in the step preprocess of flash_bwd_sm90.
 DELTA_LINE = next(
     number
     for number, line in enumerate((specs_dir() / "flash_bwd_sm90.yaml").read_text().splitlines(), 1)
@@ -161,7 +161,7 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (AXES.format("dtype: [fp32]").replace("sm80", "sm90"),
          r"wide.yaml:3: axes.dtype: the size of `fp32` is missing; give it in `element_bytes`"),
         (STEPS + "workspace: {}\n",
-         rf"bwd_sm90.yaml:{DELTA_LINE}: steps\[0\].params\[4\]: `delta` is neither a parameter of"),
+         rf"bwd_sm90.yaml:{DELTA_LINE}: steps\[2\].params\[4\]: `delta` is neither a parameter of"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):

@@ -100,7 +100,7 @@ def test_the_shipped_scores_and_masks_are_right(name):
         ("no_spills: true", "no_spills: 1", "$.no_spills"),
         ("min_arch: sm_90a", "min_arch: hopper", "$.targets.sm90.min_arch"),
         ("prefer: least_time", "prefer: cheapest", "$.dispatch.prefer"),
-        ("schedule: persistent", "schedule: persitent", "$.grid"),
+        ("schedule: persistent", "schedule: persitent", "$.steps[1].grid"),
         ("efficiency: 1.0}", "efficiency: -1.0}", "$.tiles["),
         ("stages: 3, ", "stages: {x: 3}, ", "$.tiles["),
         ("family: flash_fwd\n", "", "$"),
