@@ -18,6 +18,7 @@ from flashgen.schedule.dispatch import runs_on  # noqa: E402
 from flashgen.schedule.grid import tiles  # noqa: E402
 from flashgen.schedule.plan import plan_steps  # noqa: E402
 from flashgen.simulator import example as simulated  # noqa: E402
+from flashgen.simulator.randomlists import block_sizes  # noqa: E402
 from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import DTYPES, Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
@@ -34,7 +35,7 @@ SHIPPED = [
     for spec in load_specs()
     if spec.operator == "attention" and not spec.has_lengths and not spec.on_request
     for variant in spec.variants()
-    if variant.is_main
+    if variant.is_main and (variant.mask_type != "blocks" or block_sizes(variant))
 ]
 PLAIN = [variant for variant in SHIPPED if is_plain(variant)]
 # Of split-KV, a third of all kernels, and of kernels with sinks, dropout and the like, a set that has all
