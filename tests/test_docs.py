@@ -524,7 +524,7 @@ def test_the_reference_has_the_parameters_with_lengths():
 
 def test_the_reference_has_the_types_and_the_reserved_names():
     assert set(re.findall(r"`([^`]+)`", section("Parameters"))) >= set(CTYPES)
-    assert set(re.findall(r"`([a-z_]+)`", section("Reserved names"))) == RESERVED
+    assert set(re.findall(r"`([a-z0-9_]+)`", section("Reserved names"))) == RESERVED
 
 
 def test_the_page_of_scores_has_the_names_that_no_parameter_may_have():

@@ -196,7 +196,7 @@ def test_the_kernels_of_models_are_for_latent_caches_and_codes_too(monkeypatch):
     families = {arch: {variant.spec for variant in variants} for arch, variants in found.items()}
     assert families["sm_90"] >= {
         "append_sm80",
-        "flash_fwd_fp8_sm90",
+        "flash_fwd_fp8_tiles_sm90",
         "flash_mla_decode_e4m3_sm90",
         "flash_mla_decode_sm90",
         "flash_mla_sparse_sm90",
