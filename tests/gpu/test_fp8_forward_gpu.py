@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_the_layout_of_v(width, accumulate, options):
 def test_bits_do_not_depend_on_when_v_is_transposed(width, accumulate, options):
     """Many queries share a V that a step of its own transposes; contiguous tokens need no transposition.
 
-    Heads are not grouped: kernels of contiguous tokens may pack them. Then a tile has other rows, and other bits.
+    Heads are not grouped: kernels of contiguous tokens may pack them; then a tile has other rows and bits.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels are for Hopper")
