@@ -118,7 +118,7 @@ __device__ void init_barriers(const SharedAddresses& shared);  // Initialises ea
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
-    const element* v_tiles;
+    const element* v_tiles;               // (batch, num_heads_kv, blocks of keys): V^T of each, as shared memory has it
     bf16* out;                            // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
     const float* q_scale;                 // (q_scale_batch, q_scale_heads); may be null; what a code of 1 in q stands for; null is 1

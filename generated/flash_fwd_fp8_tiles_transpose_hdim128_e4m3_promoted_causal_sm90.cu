@@ -29,7 +29,7 @@ constexpr int kTransposeWarps = kThreads / 32;
 
 struct Params {
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    element* v_tiles;
+    element* v_tiles;                     // (batch, num_heads_kv, blocks of keys): V^T of each, as shared memory has it
     int32_t num_heads_kv;
     int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
 };
@@ -76,14 +76,14 @@ __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row
 // wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys. So a KV block's V, whose rows are keys, becomes
 // V^T, whose rows are columns of V. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in
 // registers. Within every 16 columns its rows are the even ones, then the odd ones, so that the eight rows of a stmatrix are neighbours,
-// in different banks; store_tile() undoes this order.
+// in different banks. O gets its own order of columns when it is stored.
 //
 // A step takes 32 keys of 16 columns. ldmatrix transposes pairs of columns: lane (g, t) = (lane / 4, lane % 4) gets columns 2 g and 2 g + 1 of
 // keys 2 t and 2 t + 1 of every eight. Byte permutes part even columns from odd ones.
 __device__ __forceinline__ void transpose_block(shared_address v_rows, shared_address v, int warp) {
 #pragma unroll 1
     for (int chunk = warp; chunk < kHeadDimV / 16; chunk += kTransposeWarps) {
-        opaque(chunk);  // else what follows from it is kept in registers, of which a producer thread has few
+        opaque(chunk);  // so that what follows from it is not kept in registers
         const int lane = threadIdx.x % 32;
         const int panel = 16 * chunk / kPanelColumns;
         const shared_address source = v_rows + (panel * kBlockN + lane) * kPanelRowBytes +

@@ -375,7 +375,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     // full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        // The next consumer waits for this turn. Behind its barrier all lanes have seen full.
+        // The next consumer waits for this turn. After its barrier all lanes have seen full.
         begin_turn();
         end_turn();
         release(shared.k_empty(k_ring.stage));

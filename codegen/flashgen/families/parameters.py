@@ -130,6 +130,7 @@ ARRAYS = {
     "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
     "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
     "added": Note("(heads of the main grid): CTAs that have added all their dQ to dq_accum", _CLEARS_AHEAD),
+    "v_tiles": Note("(batch, num_heads_kv, blocks of keys): V^T of each, as shared memory has it"),
     "tile_order": Note(
         "how many tiles are taken; for each list its tiles, the longest first: see place_of_tile()", _BLOCKS
     ),

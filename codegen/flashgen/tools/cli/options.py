@@ -205,8 +205,8 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 def variant_named(specs: Path | None, name: str) -> Variant:
     """The one of `load_variants` that ``name`` means, as `find_one`.
 
-    To make all variants takes seconds, so this makes those of one spec at a time and stops at the name. It
-    begins with the specs whose names are most like it.
+    To make all variants takes seconds. So one spec's are made at a time, until one has the name. The specs
+    whose names are most like it come first.
     """
     from flashgen.families.selection import find_one, stem_of
 
