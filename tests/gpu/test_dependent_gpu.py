@@ -231,7 +231,7 @@ def test_other_kernels_before_and_behind(chain, captured, busy):
 def test_a_chain_tells_a_missing_wait(captured, template, busy, tmp_path, monkeypatch):
     """The same kernel without the line: launches overlap, and the results are wrong."""
     chain = Chain(*SHAPES[0], template)
-    name = "lib/dependent_launch.cuh.j2"
+    name = "lib/sm90.cuh.j2:dependent_launch"
     main, begin, last = (templates_dir() / name).read_text().partition("//: last\n")
     assert main.count(WAIT) == 1
     (tmp_path / "templates" / "lib").mkdir(parents=True)

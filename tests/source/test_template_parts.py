@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.errors import SpecError
 from flashgen.families.load import load_spec, load_specs
-from flashgen.host.paths import templates_dir
+from flashgen.host.paths import specs_dir, templates_dir
 from flashgen.source.closure import closure, folders_for, parts_read
 from flashgen.source.files import parts_of
 from flashgen.source.render import check_files, line_origins, render, source_digest
@@ -181,3 +181,15 @@ def test_each_part_of_the_shipped_templates_is_read():
         name = path.relative_to(templates_dir()).as_posix()
         there |= {f"{name}:{part}".rstrip(":") for part in parts_of(path.read_text(), str(path))}
     assert there == read
+
+
+@pytest.mark.parametrize("spec", [spec.path.stem for spec in load_specs()])
+def test_a_kernel_is_made_of_at_most_20_files(spec):
+    """A reader who looks for a line of a kernel has few files to look in. Some variants with long names, so
+    with many options, and some others.
+    """
+    variants = sorted(load_spec(specs_dir() / f"{spec}.yaml").variants(), key=lambda it: -len(it.name))
+    for variant in {*variants[:3], *variants[:: max(1, len(variants) // 5)]}:
+        for step in variant.steps:
+            files = {origin.rpartition(":")[0] for origin in line_origins(step) if origin}
+            assert len(files) <= 20, sorted(files)
