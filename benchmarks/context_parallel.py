@@ -10,8 +10,8 @@ documents of no more tokens. "gather, whole documents" is a gather of these in t
 At the first length and of these documents bits of the forward pass, errors of gradients and repeatability are
 checked. The prediction of a time follows it in brackets. A time is of a call in a row of `--calls`, as layers
 follow each other, while the host is ahead of the GPU. It is the largest of all ranks, the median of several
-rounds. A speed-up is over one GPU: at the same length, or at its rate of the first one where it does not
-compute it.
+rounds; a long call has fewer calls in a row and fewer rounds, so that a time takes about `--seconds` at most.
+A speed-up is over one GPU: at the same length, or at its rate of the first one where it does not compute it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Cell:
 class Bench:
     """A process of the benchmark."""
 
-    def __init__(self, small: bool, rounds: int, calls: int, **init: Any) -> None:
+    def __init__(self, small: bool, rounds: int, calls: int, seconds: float, **init: Any) -> None:
         self.gpu = torch.cuda.is_available() and not small
         self.device = torch.device("cpu")
         if self.gpu:
@@ -80,7 +80,7 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.heads, self.head_dim = (HEADS, HEAD_DIM) if self.gpu else ((8, 4), 16)
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
-        self.rounds, self.calls = rounds, calls
+        self.rounds, self.calls, self.seconds = rounds, calls, seconds
         kind = self.device.type
         self.meshes = {"": init_device_mesh(kind, (self.world,))}
         if self.world >= 4:
@@ -97,26 +97,30 @@ class Bench:
     def time_ms(self, function: Callable[[], Any]) -> float:
         """The median of rounds, each the largest time of all ranks."""
         function()
-        return statistics.median(self._round(function) for _ in range(self.rounds))
+        first = self._round(function, 1) / 1e3
+        calls = max(1, min(self.calls, int(self.seconds / 2 / first)))
+        rounds = max(1, min(self.rounds, int(self.seconds / first / calls)))
+        return statistics.median(self._round(function, calls) for _ in range(rounds))
 
-    def _round(self, function: Callable[[], Any]) -> float:
+    def _round(self, function: Callable[[], Any], calls: int) -> float:
+        """Of a call in a row of so many."""
         if self.gpu:
             torch.cuda.synchronize()
         dist.barrier()
         if self.gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(self.calls):
+            for _ in range(calls):
                 function()
             end.record()
             end.synchronize()
             ms = begin.elapsed_time(end)
         else:
             start = time.perf_counter()
-            for _ in range(self.calls):
+            for _ in range(calls):
                 function()
             ms = 1e3 * (time.perf_counter() - start)
-        longest = torch.tensor([ms / self.calls], device=self.device)
+        longest = torch.tensor([ms / calls], device=self.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 
@@ -408,6 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, default=1 << 19, help="tokens of the packed documents")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=4, help="calls in a row, of which one has a time")
+    parser.add_argument("--seconds", type=float, default=20.0, help="about the most that a time takes")
     parser.add_argument("--ranks", type=int, help="processes to start; by default one for each GPU")
     parser.add_argument("--small", action="store_true", help="few tokens on CPUs")
     parser.add_argument("--json", type=Path, help="write the numbers here")
@@ -426,7 +431,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(options: argparse.Namespace, **init: Any) -> None:
     """One process: all cells. ``init`` says how processes meet, where the environment does not."""
     few = options.small
-    bench = Bench(few, 1 if few else options.rounds, 1 if few else options.calls, **init)
+    rounds, calls = (1, 1) if few else (options.rounds, options.calls)
+    bench = Bench(few, rounds, calls, options.seconds, **init)
     lengths = [bench.world * 256, bench.world * 128] if options.small else options.tokens
     documents = bench.world * 200 if options.small else options.documents
     bounds = zipf(documents, 20 if options.small else DOCUMENTS)
