@@ -67,7 +67,7 @@ struct Params {
     int32_t rotary_dim;                   // elements of a row that are rotated: the first, a multiple of 16
     int32_t q_step;                       // 1: query i is at lengths + i; 0: all are at lengths
     int32_t row_chunks_log2;              // of the threads of a row: its 16-byte chunks, rounded up to 2^n
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
 };
 
 using angle = fp32;  // of cos and sin

@@ -54,7 +54,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
@@ -185,9 +185,9 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

@@ -33,7 +33,7 @@ struct Params {
     int32_t key_blocks_of_head;           // thread blocks of the main kernel for each head of its grid
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     float softmax_scale;                  // the factor of Q K^T in the scores
 };
 

@@ -21,7 +21,7 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
-//     thread 0           produce(): loads Q and dO of each step by TMA
+//     thread 0           start_loads(), produce(): load K and V, and Q, dO, LSE and delta of each step, by TMA
 //     warp 3             clear_ahead(): clears dQ of a later head; then count_added(): counts this thread block
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
@@ -40,7 +40,7 @@
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read      consumers
 //   kStoreBarrier        128: a consumer, once its dK or dV is staged                     the same consumer, before TMA reads it
 //   kAddedBarrier        kAddedThreads: consumers, once all their dQ is added             count_added()
-//   kStartBarrier        256: the consumer that waits; the other one, once it has issued its S and dP a consumer, before its S and dP
+//   kStartBarrier        256: the consumer that waits; the other, after it issued S, dP   a consumer, before its S and dP
 
 using element = bf16;
 
@@ -145,7 +145,7 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t clear_distance;               // CTAs of head h of the grid clear dq_accum of head h + clear_distance

@@ -142,7 +142,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset

@@ -22,7 +22,7 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
-//     thread 0           produce(): loads Q and dO of each step by TMA
+//     thread 0           start_loads(), produce(): load K and V, and Q, dO, LSE and delta of each step, by TMA
 //     warp 3             clear_ahead(): clears dQ of a later head; then count_added(): counts this thread block
 //   warpgroup 1          consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
 //   warpgroup 2          consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
@@ -43,7 +43,7 @@
 //   q_full, dout_full    1: the producer, and the bytes of TMA                            consumers
 //   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step      producer
 //   p_full               4: lane 0 of each warp of consume_dv()                           consume_dk()
-//   ds_ready             4 kConsumers: lane 0 of each warp; P and old dS read, dS written consumers
+//   ds_ready             4 kConsumers: lane 0 of each warp; P, old dS read, dS written    consumers
 //   kStoreBarrier        128: a consumer, once its dK or dV is staged                     the same consumer, before TMA reads it
 //   kAddedBarrier        kAddedThreads: consumers, once all their dQ is added             count_added()
 //   ds_received          1: a thread of consume_dk(), and the bytes that the peer sends   consumers
@@ -106,7 +106,7 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
-    // One thread calls it, before any other uses the mbarriers.
+    // One thread calls it, before other threads use the mbarriers.
     __device__ __forceinline__ void init() const {
         constexpr int kWarps = 4;  // of a consumer
         mbarrier_init(p_full(), kWarps);
@@ -173,7 +173,7 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t clear_distance;               // CTAs of head h of the grid clear dq_accum of head h + clear_distance

@@ -122,7 +122,7 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t num_row_blocks_beside;        // the same of the second kind of tiles
     uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
     uint64_t num_row_blocks_beside_divisor;// of num_row_blocks_beside; see divide()

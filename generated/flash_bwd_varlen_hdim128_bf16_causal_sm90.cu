@@ -22,7 +22,7 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
-//     thread 0           produce(): loads Q and dO of each step by TMA
+//     thread 0           start_loads(), produce(): load K and V, and Q, dO, LSE and delta of each step, by TMA
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
@@ -39,7 +39,7 @@
 //   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step      producer
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read      consumers
 //   kClearBarrier        256: consumers, once rows that no query sees are cleared         consumers
-//   kStartBarrier        256: the consumer that waits; the other one, once it has issued its S and dP a consumer, before its S and dP
+//   kStartBarrier        256: the consumer that waits; the other, after it issued S, dP   a consumer, before its S and dP
 
 using element = bf16;
 

@@ -43,7 +43,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t num_tiles;                    // tiles of the grid
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;          // of a thread block; the last may have fewer
@@ -85,7 +85,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31

@@ -18,7 +18,7 @@
 //
 // row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end O is divided by row_sum.
 //
-// Q K^T is of e4m3 codes: tile_scale has the scales of Q and K in it. P is rounded to e4m3, 2^kPBias times as large.
+// Q and K are e4m3 codes, and tile_scale includes their scales. P is rounded to e4m3, 2^kPBias times as large.
 // wgmma adds products of e4m3 with 13 bits of fraction: a sum over many keys loses what each key adds.
 //
 // Map
@@ -153,7 +153,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t rows_ahead;                   // a head's first tile begins this many rows before query 0
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
@@ -175,7 +175,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
@@ -340,7 +340,7 @@ __device__ void finish_rows(const Params& params, const Tile& tile, const RowSta
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle puts a 16-byte chunk of a row
-// wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys
+// Transposes V of a KV block, whose rows are keys, to V^T, whose rows are columns of V
 __device__ void transpose_block(shared_address v_rows, shared_address v, int warp);
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
@@ -782,7 +782,7 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedSco
     wgmma_commit();
 }
 
-// O = O * factor + P V of a block, in fp32. `factor` is by how much row_max moved when that block's P was made.
+// O = O * factor + P V of a block, in fp32. `factor` is the correction of O for the row_max of that block.
 __device__ __forceinline__ void promote(float (&output)[kHeadDimV / 2], const float (&partial)[kHeadDimV / 2],
                                         const float (&factor)[2]) {
 #pragma unroll
@@ -927,13 +927,13 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
 
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row / (128 / kPanelRowBytes) % (kPanelRowBytes / 16); }
 
-// wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys. So a KV block's V, whose rows are keys, becomes
-// V^T, whose rows are columns of V. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in
+// Transposes V of a KV block, whose rows are keys, to V^T, whose rows are columns of V. wgmma reads e4m3 only with the summed dimension contiguous, and
+// for P V the keys are summed. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in
 // registers. Within every 16 columns its rows are the even ones, then the odd ones, so that the eight rows of a stmatrix are neighbours,
 // in different banks. O gets its own order of columns when it is stored.
 //
 // A step takes 32 keys of 16 columns. ldmatrix transposes pairs of columns: lane (g, t) = (lane / 4, lane % 4) gets columns 2 g and 2 g + 1 of
-// keys 2 t and 2 t + 1 of every eight. Byte permutes part even columns from odd ones.
+// keys 2 t and 2 t + 1 of every eight. Byte permutes separate even columns from odd ones.
 __device__ __forceinline__ void transpose_block(shared_address v_rows, shared_address v, int warp) {
 #pragma unroll 1
     for (int chunk = warp; chunk < kHeadDimV / 16; chunk += kTransposeWarps) {

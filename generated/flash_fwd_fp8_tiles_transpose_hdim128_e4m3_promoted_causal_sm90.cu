@@ -11,8 +11,9 @@
 // template  flash_fwd_fp8_tile_v_sm90.cu.j2
 #include "flashgen/fp8_sm90.cuh"
 
-// V^T of a block of keys, as the main kernel wants it in shared memory: it copies whole tiles. Within every 16 keys and every 16 columns a tile
-// has the order of the main kernel's MMAs. Keys that no query sees are 0: what is there may be NaN, and 0 * NaN is NaN.
+// Transposes V for the main kernel. A thread block loads kBlockN keys of a head by TMA, and writes a tile of v_tiles: V^T in the layout of the main
+// kernel's shared memory, so that the main kernel copies a tile as it is. Within every 16 keys and every 16 columns a tile has the order of the main
+// kernel's MMAs. Keys that no query sees are 0, because V may be NaN there, and 0 * NaN is NaN.
 
 using element = e4m3;
 
@@ -31,12 +32,12 @@ struct Params {
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     element* v_tiles;                     // (batch, num_heads_kv, blocks of keys): V^T of each, as shared memory has it
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
 };
 
 __device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 __device__ int swizzled(int row, int chunk);  // Where the swizzle puts a 16-byte chunk of a row
-// wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys
+// Transposes V of a KV block, whose rows are keys, to V^T, whose rows are columns of V
 __device__ void transpose_block(shared_address v_rows, shared_address v, int warp);
 __device__ void load_v(const Params& params, shared_address smem, shared_address full, int row, int head, int batch);
 __device__ void tile_v(element* tile, shared_address smem);  // Writes V^T
@@ -73,13 +74,13 @@ __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; 
 
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row / (128 / kPanelRowBytes) % (kPanelRowBytes / 16); }
 
-// wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys. So a KV block's V, whose rows are keys, becomes
-// V^T, whose rows are columns of V. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in
+// Transposes V of a KV block, whose rows are keys, to V^T, whose rows are columns of V. wgmma reads e4m3 only with the summed dimension contiguous, and
+// for P V the keys are summed. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in
 // registers. Within every 16 columns its rows are the even ones, then the odd ones, so that the eight rows of a stmatrix are neighbours,
 // in different banks. O gets its own order of columns when it is stored.
 //
 // A step takes 32 keys of 16 columns. ldmatrix transposes pairs of columns: lane (g, t) = (lane / 4, lane % 4) gets columns 2 g and 2 g + 1 of
-// keys 2 t and 2 t + 1 of every eight. Byte permutes part even columns from odd ones.
+// keys 2 t and 2 t + 1 of every eight. Byte permutes separate even columns from odd ones.
 __device__ __forceinline__ void transpose_block(shared_address v_rows, shared_address v, int warp) {
 #pragma unroll 1
     for (int chunk = warp; chunk < kHeadDimV / 16; chunk += kTransposeWarps) {

@@ -131,7 +131,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t rows_ahead;                   // a head's first tile begins this many rows before query 0
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
@@ -146,7 +146,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
@@ -831,7 +831,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
-    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). The first tile begins a
+    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction. The first tile begins a
     // multiple of 64 rows before the first query, so a warpgroup that begins there has no rows to store.
     const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
     if (stores) {

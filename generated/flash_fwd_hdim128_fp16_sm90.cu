@@ -131,7 +131,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     float scale_log2;                     // softmax_scale * log2(e), above 0
@@ -144,7 +144,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order

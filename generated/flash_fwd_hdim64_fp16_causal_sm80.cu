@@ -79,7 +79,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
@@ -97,7 +97,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -437,9 +437,9 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

@@ -79,11 +79,11 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer
 };
 
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+// A tile of a sequence, as the warp that finds it passes it to the producer and the consumers.
 struct SequenceTile {
     int sequence;     // below 0: there are no more tiles
     int head;         // of the grid
-    int first_row;    // the first tile of a sequence may begin before row 0
+    int first_row;    // below 0 in a tile that begins before the sequence's first row
     int first_query;  // the row of q where the sequence begins
     int seqlen_q;
     int seqlen_kv;
@@ -241,7 +241,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory

@@ -104,7 +104,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -508,9 +508,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

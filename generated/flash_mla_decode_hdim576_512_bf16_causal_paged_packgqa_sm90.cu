@@ -34,14 +34,14 @@
 //   q                    73728     Q of a tile
 //   k                    73728  x 2  a KV block, K and V
 //   p                    8192      P of a KV block, as the threads of a consumer hold it
-//   factors              1024      what the other consumer multiplies its rows of O by
+//   factors              1024      the factors by which consume_values() multiplies its rows of O
 //
 //   barrier              arrivals of a phase                                              who waits
 //   k_full[group]        1: the producer, and the bytes of TMA                            consumers
 //   k_empty[group]       4: lane 0 of each warp of the consumer that reads it last        producer
 //   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
 //   tile_empty           9: lane 0 of each warp that reads the tile                       find_tiles()
-//   kScoresBarrier       128: consume_scores(), around its writes that wgmma reads         the same
+//   kScoresBarrier       128: consume_scores(), around its writes that wgmma reads        consume_scores()
 //   kPFull               256: consume_scores(), once P is in p                            consume_values()
 //   kPEmpty              256: consume_values(), once P is in registers                    consume_scores()
 //   kScoresComplete      256: consume_scores(), once the next S is computed               consume_values()
@@ -78,11 +78,11 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
     kScoresComplete = 4,
 };
 
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+// A tile of a sequence, as the warp that finds it passes it to the producer and the consumers.
 struct SequenceTile {
     int sequence;     // below 0: there are no more tiles
     int head;         // of the grid
-    int first_row;    // the first tile of a sequence may begin before row 0
+    int first_row;    // below 0 in a tile that begins before the sequence's first row
     int first_query;  // the row of q where the sequence begins
     int seqlen_q;
     int seqlen_kv;
@@ -220,10 +220,10 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
-// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
+// The work of a thread block: pieces [begin, end). The pieces, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;
@@ -500,13 +500,14 @@ __device__ void release(shared_address empty, int lane);  // Arrives on a barrie
 // Loads Q of a tile of the sequence whose queries begin at `q`, rows past the last one and elements from head_dim on as zeros
 __device__ void load_q(const Params& params, const Tile& tile, const element* q, shared_address q_smem);
 __device__ void store_factor(const SharedAddresses& shared, const float (&factor)[2]);
-// Passes P of a KV block on to consume_values(), and what it multiplies its rows of O by before
+// Passes P of a KV block on to consume_values(), and the factors by which it first multiplies its rows of O
 __device__ void send(const SharedAddresses& shared, const PackedScores<kBlockN>& p, const float (&factor)[2]);
-// Passes on what consume_values() multiplies its rows of O by in the end
+// Passes on the factors by which consume_values() multiplies its rows of O at the end
 __device__ void send(const SharedAddresses& shared, const float (&factor)[2]);
 // Takes P of a KV block, which consume_scores() has passed on
 __device__ void receive(PackedScores<kBlockN>& p, const SharedAddresses& shared);
-__device__ void receive(float (&factor)[2], const SharedAddresses& shared);  // Takes what consume_values() multiplies its rows of O by
+// Takes the factors by which consume_values() multiplies its rows of O
+__device__ void receive(float (&factor)[2], const SharedAddresses& shared);
 // Takes the next tile of find_tiles()
 __device__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
 __device__ void clear_rows(shared_address block, int begin);  // Writes zeros over the rows of V of a KV block from `begin` on
@@ -602,7 +603,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> tile_ring;
     RingPosition<kStages> ring;
-    const bool memory_limits = all.head_sets_log2 == 0;  // up to 64 heads read each key
+    const bool memory_limits = all.head_sets_log2 == 0;  // at most 64 heads share each key: loads take longer than MMAs
     while (true) {
         const SequenceTile found = take_tile_as_consumer(shared, tile_ring, lane);
         if (found.sequence < 0) break;
@@ -651,7 +652,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
                 // 1. O += P V of the previous block: issue.
                 mma_pv(output, p, shared.k(stage));
                 if (memory_limits) {
-                    // K of this block is still under way. Both consumers release V before it arrives.
+                    // K of this block is still in flight. Both consumers release V before K arrives.
                     barrier_arrive(kScoresComplete, 256);
                     wgmma_wait<0>();
                     pin_registers(output);
@@ -660,7 +661,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
                 // 2. S = Q K^T of this block: wait for K, issue.
                 mma_qk(scores, shared, ring);
                 if (!memory_limits) {
-                    // Wait for P V, with S in flight. Release V: the next KV block but one is loaded into it during S and softmax.
+                    // Wait for P V, with S in flight. Release V: the KV block after the next one is loaded into it during S and softmax.
                     wgmma_wait<1>();
                     pin_registers(output);
                     release(shared.k_empty(stage, 0), lane);
@@ -722,7 +723,8 @@ __device__ __forceinline__ void consume_values(const Params& all, const SharedAd
             receive(p, shared);
             receive(factor, shared);
             if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) multiply(output, factor);
-            // 2. Wait until the tensor cores have computed the next S. This P V then runs during the softmax of that S.
+            // 2. Wait for consume_scores(). It arrives when it has computed the next S, so this P V runs during the softmax of that S. If memory limits, it
+            // arrives before it issues that S.
             barrier_sync(kScoresComplete, 256);
             barrier_arrive(kPEmpty, 256);
             // 3. O += P V: issue, wait, release V.

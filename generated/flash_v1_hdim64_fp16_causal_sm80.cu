@@ -307,9 +307,9 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

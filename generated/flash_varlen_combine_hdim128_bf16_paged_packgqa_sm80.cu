@@ -98,7 +98,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31

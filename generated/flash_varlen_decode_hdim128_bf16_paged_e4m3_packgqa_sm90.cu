@@ -32,7 +32,7 @@
 //
 //   barrier              arrivals of a phase                                            who waits
 //   at kBarrierOffset    1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
-//   cluster_wait()       all threads of the cluster, once the mbarriers are initialised all threads, before they send
+//   cluster_wait()       all threads of the cluster, after mbarrier_init()              all threads, before they send
 //   barrier_sync()       kThreads: Q is here; no warp reads the stages; O is in them    all threads
 //
 // The thread blocks of a cluster meet twice, without a barrier in the loop:
@@ -118,7 +118,7 @@ struct Params {
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
     uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
     uint64_t group_size_divisor;          // of group_size; see divide()
@@ -133,7 +133,7 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -284,7 +284,7 @@ __device__ ThreadRows thread_rows(const KeyRows& rows);  // All lanes of the war
 // A group's progress through the KV blocks of its thread block's part of the tile.
 struct Fetch {
     int left;           // KV blocks left to fetch
-    int first_key;      // the first of the group's keys of the next one
+    int first_key;      // the group's first key in the next KV block
     int end_key;        // of the part
     const e4m3* k;   // where the head's rows begin in page 0
     const e4m3* v;
@@ -556,9 +556,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

@@ -113,10 +113,10 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
-// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
+// The work of a thread block: pieces [begin, end). The pieces, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;
@@ -689,9 +689,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and key `first_key` on. For each row at_row(row, lane_key)
+// returns a function, which is then called with (step, score) for each score that this lane has of the row. The key of the score is lane_key + step.
+// The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {

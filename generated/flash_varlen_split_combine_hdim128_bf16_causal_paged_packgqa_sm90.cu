@@ -44,7 +44,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()

@@ -71,11 +71,11 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer
 };
 
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+// A tile of a sequence, as the warp that finds it passes it to the producer and the consumers.
 struct SequenceTile {
     int sequence;     // below 0: there are no more tiles
     int head;         // of the grid
-    int first_row;    // the first tile of a sequence may begin before row 0
+    int first_row;    // below 0 in a tile that begins before the sequence's first row
     int first_query;  // the row of q where the sequence begins
     int seqlen_q;
     int seqlen_kv;
@@ -223,10 +223,10 @@ struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
     int kv_head;
-    int first_row;  // the first tile of a head may begin before row 0
+    int first_row;  // below 0 in a tile that begins before the head's first row
 };
 
-// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
+// The work of a thread block: pieces [begin, end). The pieces, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;

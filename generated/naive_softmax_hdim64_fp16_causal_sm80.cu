@@ -27,7 +27,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 

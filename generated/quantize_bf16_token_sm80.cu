@@ -38,7 +38,7 @@ struct Params {
     int32_t num_heads;
     int32_t seqlen;
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t num_row_blocks;               // blocks of rows, keys or tokens: the grid's first dimension
 };
 
 // The 8 elements that a lane takes at once, as they are in memory.

@@ -139,7 +139,10 @@ ARRAYS = {
         _BLOCKS,
     ),
     "key_list_ends": Note("(lists, num_listed_keys, 2): begin and end of each list by keys", _BLOCKS),
-    "key_lists": Note("(block_entries, 2): a block of queries; thread blocks of later keys", _BLOCKS),
+    "key_lists": Note(
+        "(block_entries, 2): a block of queries; how many thread blocks have later keys that it sees",
+        _BLOCKS,
+    ),
     "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
     "dv_parts": Note("dV of each part of a group, in the same tiles", _GROUPED),
     "key_blocks": Note(
@@ -199,7 +202,7 @@ NUMBERS = {
     "scale_row_step": Declared("int64_t", "the same of tokens"),
     "scale_head_step": Declared("int64_t", "the same of heads"),
     # The grid.
-    "num_row_blocks": Declared("int32_t", "tiles of the grid's first dimension: rows, keys or tokens"),
+    "num_row_blocks": Declared("int32_t", "blocks of rows, keys or tokens: the grid's first dimension"),
     "num_row_blocks_beside": Declared("int32_t", "the same of the second kind of tiles"),
     "num_tiles": Declared("int32_t", "tiles of the grid"),
     "rows_ahead": Declared("int32_t", "a head's first tile begins this many rows before query 0"),

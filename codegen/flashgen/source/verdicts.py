@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flashgen.operators.rules import Rule
 
 _VERDICTS = """\
-// What a block of scores has of a mask by a line.
+// Whether a mask by a line hides all, some or none of a block of scores.
 enum BlockVerdict { kBlockEmpty = 0, kBlockPartial = 1, kBlockFull = 2 };"""
 # By the position of a span: the word in names, and the arguments of functions of elements.
 _OF_SPANS = {"q": ("rows", "query"), "kv": ("keys", "kv"), "block": ("block", "query", "kv")}
@@ -93,7 +93,7 @@ class _Verdicts:
         of_block = [span for span in self._spans if span.position == "block"]
         if of_block:
             lines = (f"    {_member(span)}" for span in of_block)
-            parts.append("\n".join(("// What a block of scores has.", "struct LineBlock {", *lines, "};")))
+            parts.append("\n".join(("// Bounds in a block of scores.", "struct LineBlock {", *lines, "};")))
         parts += [self._elements(span) for span in of_block]
         return "\n\n".join((*parts, self._verdict()))
 
@@ -104,7 +104,7 @@ class _Verdicts:
             members.append("    int first_sequence, last_sequence;")
             members.append("    int b;  // the sequence in question")
         members += [f"    {_member(span)}" for span in spans]
-        lines = (f"// What a block of {what} has, both ends included.", f"struct {kind} {{", *members, "};")
+        lines = (f"// The bounds of a block of {what}, inclusive.", f"struct {kind} {{", *members, "};")
         return "\n".join(lines)
 
     def _elements(self, span: Span) -> str:
@@ -151,7 +151,7 @@ class _Verdicts:
             types["block"] = "const LineBlock&"
         verdict = f"return !{true} ? kBlockEmpty : {false} ? kBlockPartial : kBlockFull;"
         result = function("BlockVerdict line_verdict", types, [*code.lines, verdict])
-        return f"// What a block of scores may have: empty and full are certain.\n{result}"
+        return f"// The verdict of a block of scores: empty and full are certain.\n{result}"
 
 
 def _member(span: Span) -> str:
