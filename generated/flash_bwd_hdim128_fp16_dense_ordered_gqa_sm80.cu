@@ -62,7 +62,7 @@ constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
 // is a power of two. Elsewhere a warp's pairs are side by side, and their number is a power of two.
 constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
-constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
+constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to the first pair of the next
 
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kRowBytesV = kHeadDimV * sizeof(element);

@@ -68,7 +68,7 @@ flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
-    // The columns of dK, then those of dV.
+    // The columns of dK, then the columns of dV.
     for (int first = threadIdx.x / 32 * kWarpColumns; first < kHeadDim + kHeadDimV; first += kThreads / 32 * kWarpColumns) {
         const int column = first + lane % 4 * 8;
         if (first < kHeadDim) {

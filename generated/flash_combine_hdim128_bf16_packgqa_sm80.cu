@@ -11,7 +11,7 @@
 #include "flashgen/sm80.cuh"
 
 // Adds up what several thread blocks of the kernel before this one have left of a tile, and writes O and LSE. Rows are few and parts of a
-// row many, so all warps of a thread block share those of a row.
+// row many, so all warps of a thread block share the parts of a row.
 
 using element = bf16;
 

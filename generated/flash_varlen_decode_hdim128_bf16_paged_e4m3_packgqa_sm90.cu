@@ -551,7 +551,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     own.q += sequence * params.q_batch_stride + first_query * params.q_row_stride;
     own.out += sequence * params.out_batch_stride + first_query * params.out_row_stride;
     if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + first_query;
-    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers begin with the sequence
     own.pages += sequence * params.pages_batch_stride;
     return own;
 }
@@ -938,7 +938,7 @@ __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)
 
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32, without the scale of K. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row
 // g + 8 (e / 2) of tile i, key 8 j + 2 t + e % 2. Codes become elements on their way into fragments; each lane loads what its fragments have,
-// in the order of 16-bit rows, so that the sums are those of rows that were converted before.
+// in the order of 16-bit rows, so that the sums equal the sums of rows that were converted before.
 template <int kTiles>
 __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
 #pragma unroll

@@ -684,7 +684,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     own.q += sequence * params.q_batch_stride + first_query * params.q_row_stride;
     own.out += sequence * params.out_batch_stride + first_query * params.out_row_stride;
     if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + first_query;
-    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers begin with the sequence
     own.pages += sequence * params.pages_batch_stride;
     return own;
 }

@@ -40,7 +40,7 @@ def options_of(
 def with_dropout(dropout_p: float, q: Any, rng_state: Any = None) -> dict[str, Any]:
     """The options of dropout for a pass below autograd, of PyTorch tensors. ``rng_state`` has seed and offset
     in the backward pass; None: the forward pass, which draws them from PyTorch's generator. Raises BadParam
-    for what is no probability.
+    if dropout_p is not a probability.
     """
     if probability_of(dropout_p) == NO_DROPOUT:
         return {}

@@ -72,8 +72,8 @@ def rows_of(part: Part, cu_seqlens: tuple[int, ...]) -> Rows:
 
 class _Use(NamedTuple):
     """An array of a new line, made of the caller's array ``source``. Its axes are ``kept``, then ``keys``,
-    then one of rows in place of the axes ``rows``, which have ``indices``. The axis of rows comes before the
-    one of keys if it is not ``padded`` to the number of keys. ``heads`` is the axis of query heads, and
+    then one axis of rows instead of the axes ``rows``, which have ``indices``. The axis of rows comes before
+    the axis of keys if it is not ``padded`` to the number of keys. ``heads`` is the axis of query heads, and
     ``by_token`` whether ``keys`` has an element for each token of packed documents.
     """
 

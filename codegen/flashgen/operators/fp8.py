@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 CODES = E4M3
 OUT_DTYPES = ("bf16", "fp16", CODES)
-# How the products of P and V are added: those of a KV block in the tensor core, and blocks in fp32; or all of
-# a row in the tensor core, whose sums of e4m3 products have 13 bits of fraction.
+# How P V is summed: each KV block in the tensor core, and the blocks in fp32; or all keys of a row in the
+# tensor core, whose sums of e4m3 products have 13 bits of fraction.
 ACCUMULATE = ("promoted", "fast")
 SCALES = ("q_scale", "k_scale", "v_scale")
 ALL_SCALES = (*SCALES, "out_scale")

@@ -90,7 +90,7 @@ class Parts(NamedTuple):
     mask_bounds: str  # how a consumer on Hopper knows what to mask: by words, held bounds, a range, a start
     turn_threads: str  # how many threads on Hopper keep turns to add dQ: none, one or two
     turn_counters: str  # how many counters of turns a block of queries has: none, one or two
-    barriers: str  # mbarriers beside those of loads, on Hopper: plain, turns, mask or turns_and_mask
+    barriers: str  # mbarriers besides the loads' own, on Hopper: plain, turns, mask or turns_and_mask
     gradient_rows: str  # whose dK and dV a thread block computes: of a batch, of groups, of sequences
     stored_rows: str  # which it writes: these, the rows of entries of a cache, or fp32 sums
     head_of_block: str  # the member of a block of keys that is its head, or its part of a group

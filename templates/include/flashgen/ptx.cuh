@@ -116,7 +116,7 @@ __device__ __forceinline__ uint32_t unpack_e4m3<fp16>(uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
 #else
-    // Before sm_89 there is no such instruction. Exponent and fraction of a code are those of a number of fp16 that is 2^8 times smaller.
+    // Before sm_89 there is no such instruction. A code has the exponent and fraction bits of an fp16 number that is 2^8 times smaller.
     const uint32_t spread = (codes & 0xff) | (codes & 0xff00) << 8;
     const uint32_t size = (spread & 0x007f007f) << 7;
     asm("mul.f16x2 %0, %1, %2;\n" : "=r"(pair) : "r"(size), "r"(0x5c005c00));

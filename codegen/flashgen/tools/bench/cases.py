@@ -40,8 +40,8 @@ class Case:
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
     together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal; ``blocks``:
-    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, or those of the choice of
-    `choices.CHOICES` that ``choice`` names, up to the diagonal, which flashgen takes as lists; ``line``: a
+    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, or the blocks that the entry ``choice`` of
+    `choices.CHOICES` chooses, up to the diagonal, which flashgen takes as lists; ``line``: a
     mask by a line, the one of `lines.LINES` that ``line`` names; ``tree``: queries on a cache are the drafts
     of a binary tree, counted as causal ones. ``score`` is
     one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``sinks``: each query head has

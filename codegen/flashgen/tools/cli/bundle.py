@@ -177,8 +177,8 @@ def _built(
 def _of_calls(
     calls: Path | None, archs: Sequence[str], jobs: int | None
 ) -> tuple[list[Built], tuple[Spec, ...]]:
-    """Every kernel that the calls, by default those of common models, launch on the architectures, compiled;
-    and the specs.
+    """Every kernel that the calls launch on the architectures, compiled; and the specs. By default
+    these are the calls of common models.
     """
     from flashgen.families.load import load_specs
     from flashgen.tools import models
