@@ -364,8 +364,8 @@ __device__ bool needs_mask(const Params& params, int first_key, int first_query)
 //     load step i + kStages                                         <-- empty --          wait for dV and dK
 //                                                                                         wait for S^T(i + 1)
 
-// The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
-// MMAs need comes first.
+// The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. The operands
+// of the first MMAs come first.
 __device__ __forceinline__ void produce_of_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers) {
     mbarrier_arrive_expect_tx(barriers.tile_full(), kTileBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.tile_full(), mapped_row(params, tile.first_row), tile.head, tile.batch);

@@ -10,12 +10,12 @@
 // template  flash_bwd_sinks.cu.j2
 #include "flashgen/sm80.cuh"
 
-// The gradient of sinks, from what the kernel before this one has left:
+// The gradient of sinks, from the LSE and delta of the previous kernel:
 //
 //     dsink = -(sum over the rows of a head, of all sequences) of 2^((sink - lse) log2(e)) * delta
 //
-// A sink is a key without a value, so its dS is -P delta. A thread block has a head. Its threads take rows in turn, and their sums are added
-// in a fixed order, so that the gradient repeats to the bit.
+// A sink is a key without a value, so its dS is -P delta. A thread block has a head. Its threads take one row after another, and their sums are
+// added in a fixed order, so that the gradient repeats to the bit.
 
 using element = fp16;
 
@@ -73,7 +73,7 @@ struct RowsOfThread {
     __device__ __forceinline__ void advance() { row += kThreads; }
 };
 
-__device__ float term(const Params& params, const SavedRow& saved, float sink);  // What a row adds
+__device__ float term(const Params& params, const SavedRow& saved, float sink);  // The term of a row in the sum
 __device__ float warp_sum(float value);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -113,7 +113,7 @@ __device__ __forceinline__ float load_sink(const Params& params, int head) {
     return __uint_as_float(bits);
 }
 
-// What a row adds. Of an LSE of -inf, which a sink of -inf leaves, it is 0.
+// The term of a row in the sum. It is 0 if the LSE is -inf: the row has no key, and its sink is -inf.
 __device__ __forceinline__ float term(const Params& params, const SavedRow& saved, float sink) {
     if (saved.lse < 0) return 0.0f;
     const float lse = __uint_as_float(load_global_32(params.lse + saved.lse));

@@ -301,7 +301,7 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 // The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
 template <typename CountOf>
 __device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
-    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    int left = number;  // blocks from the first block of these 32 sequences to block `number`
     for (int first = 0; first < sequences; first += 32) {
         const int count = first + lane < sequences ? count_of(first + lane) : 0;
         const int end = sum_up_to_lane(count, lane);

@@ -98,7 +98,7 @@ __device__ int rows_of_head(const Params& params);  // The rows of a head in thi
 struct Parts {
     Tile tile;
     int row;
-    int set;  // of heads, which has shares of its own
+    int set;  // of heads; each set is cut into shares separately
     int first;
     int last;
     bool begins_share;  // whether share `first` begins with the tile

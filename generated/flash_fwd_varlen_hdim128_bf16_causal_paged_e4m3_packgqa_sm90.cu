@@ -373,7 +373,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-// What a code of 1 stands for, in K and in V of a tile's head.
+// The scales of K and of V of a tile's head.
 struct KvScales {
     float k;
     float v;

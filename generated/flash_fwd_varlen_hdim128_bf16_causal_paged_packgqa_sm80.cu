@@ -465,7 +465,7 @@ __device__ __forceinline__ RowBlock find_row_block(const Params& params, int ind
     const int num_heads = params.num_heads_kv;
     const int number = divide(index, params.num_heads_divisor);
     const int head = index - number * num_heads;
-    int left = number;  // row blocks from the first one of these 32 sequences to the one that is looked for
+    int left = number;  // row blocks from the first one of these 32 sequences to row block `number`
     for (int first = 0; first < params.batch_size; first += 32) {
         int count = 0;
         if (first + lane < params.batch_size) {

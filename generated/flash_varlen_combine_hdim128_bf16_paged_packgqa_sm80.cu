@@ -172,7 +172,7 @@ struct Parts {
     Tile tile;
     int first;
     int last;
-    int set;            // of heads, which has shares of its own
+    int set;            // of heads; each set is cut into shares separately
     bool begins_share;  // whether share `first` begins with the tile
     int step;
     int first_row;

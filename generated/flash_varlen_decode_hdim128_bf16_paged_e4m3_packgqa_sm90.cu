@@ -229,7 +229,7 @@ constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
 // The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is the page of key 32 i + lane, as the page table has it.
-// Each key may have a page of its own. K and V lie alike.
+// Each key may be in another page. K and V have the same layout.
 struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
@@ -385,7 +385,7 @@ __device__ void exchange(float& low, float& high, int bit, int lane);
 // Brings the columns of O into the order of dims, as accumulators of MMA tiles have them, and multiplies O by the scale of V
 __device__ void order_columns(RowTile (&rows)[kRowTiles], float v_scale, int lane);
 
-// What a code of 1 stands for, in K and in V of a tile's head.
+// The scales of K and of V of a tile's head.
 struct KvScales {
     float k;
     float v;

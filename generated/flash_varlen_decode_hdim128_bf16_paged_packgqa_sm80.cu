@@ -263,7 +263,7 @@ constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
 // The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is the page of key 32 i + lane, as the page table has it.
-// Each key may have a page of its own. K and V lie alike.
+// Each key may be in another page. K and V have the same layout.
 struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };

@@ -84,7 +84,7 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
     const element* o2 = params.o2 + batch * params.o2_batch_stride + query * params.o2_row_stride + head * params.o2_head_stride;
     element* out = params.out + batch * params.out_batch_stride + query * params.out_row_stride + head * params.out_head_stride;
     for (int column = lane * kVector; column < params.head_dim_v; column += kLanes * kVector) {
-        // What a part that saw no key has in its row may be NaN, which times 0 stays NaN: it is not read.
+        // The row of a part that saw no key may be NaN, and 0 * NaN is NaN, so it is not read.
         uint4 values1 = {};
         uint4 values2 = {};
         if (lse1 != -INFINITY) values1 = load_global_128(o1 + column);
