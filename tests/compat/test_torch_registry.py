@@ -219,6 +219,11 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(options, message, calls
     assert not calls
 
 
+def of_mask(mask, v):
+    """What a debug mask, (..., heads, queries, keys), makes of v, (..., heads, keys, head_dim)."""
+    return mask.clamp(min=0) / 0.75 @ v.repeat_interleave(mask.shape[-3] // v.shape[-3], -3)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 50, 70), (1, 2, 16, 32), (3, 1, 33, 129)])
 def test_the_debug_mask_says_what_is_dropped(shape, is_causal, calls):
@@ -226,12 +231,45 @@ def test_the_debug_mask_says_what_is_dropped(shape, is_causal, calls):
     q, k, v = tensors((batch, 4, queries, 32), (batch, heads, keys, 32), (batch, heads, keys, 32))
     out, *others = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.25, is_causal, True)
     mask = others[-1]
-    assert mask.shape == (batch, 4, queries, keys)
+    assert mask.shape == (batch, 4, 128, 128 if keys <= 128 else 256)  # rounded up as FA2's is
+    assert not mask[:, :, queries:].any()
+    assert not mask[..., keys:].any()
+    mask = mask[:, :, :queries, :keys]
     visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if is_causal else keys)
     dropped = float((mask < 0).sum() / visible.expand_as(mask).sum())
     assert 0.15 < dropped < 0.35
-    right = mask.clamp(min=0) / 0.75 @ v.repeat_interleave(4 // heads, 1)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, of_mask(mask, v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(None, None), (5, 3)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_debug_mask_of_packed_sequences(is_causal, window, calls):
+    """PyTorch's nested tensors call this operator; the third sequence is the longest, the second is empty."""
+    q, k, v = tensors((23, 4, 32), (36, 2, 32), (36, 2, 32))  # three rows that belong to no sequence
+    sides = {"window_size_left": window[0], "window_size_right": window[1]}
+    out, *_, mask = ATTENTION(q, k, v, CU_Q, CU_K, 13, 19, 0.25, is_causal, True, scale=0.2, **sides)
+    assert mask.shape == (3, 4, 128, 128)
+    assert (mask < 0).any()
+    for b in range(3):
+        rows, keys = slice(CU_Q[b], CU_Q[b + 1]), slice(CU_K[b], CU_K[b + 1])
+        count, of_keys = CU_Q[b + 1] - CU_Q[b], CU_K[b + 1] - CU_K[b]
+        right = of_mask(mask[b, :, :count, :of_keys], v[keys].transpose(0, 1)).transpose(0, 1)
+        torch.testing.assert_close(out[rows], right, rtol=1e-4, atol=1e-5)
+        assert not mask[b, :, count:].any()
+        assert not mask[b, ..., of_keys:].any()
+
+
+def test_the_debug_mask_of_padded_sequences(calls):
+    """One state: the operator below SDPA gets the same mask as SDPA's own. A query without a key has 0."""
+    q, k, v = tensors((2, 40, 4, 32), (2, 21, 2, 32), (2, 21, 2, 32))
+    torch.manual_seed(1)
+    out, *_, mask = ATTENTION(q, k, v, None, None, 40, 21, 0.25, True, True)
+    torch.manual_seed(1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    of_sdpa, *_, same_mask = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.25, True, True)
+    assert torch.equal(mask, same_mask)
+    assert torch.equal(out, of_sdpa.transpose(1, 2))
+    assert not mask[:, :, :19].any()
 
 
 @pytest.mark.parametrize("operator", ["sdpa", "varlen", "compiled"])

@@ -7,14 +7,23 @@ whose products keep all 64 bits.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flashgen.operators.dropout import FACTORS, KEYS, LANES, QUERIES, ROUNDS, WEYL, WORD, keep_threshold
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
 # A block of 16 queries by 32 keys: query % 8 and key % 8 / 2 are lanes; key / 8, query / 8 and key % 2 bytes.
 _OF_BLOCK = (8, 4, 4, 2, 2)
+
+
+# FA2's kernels compute whole blocks, and its mask has their size.
+_BLOCK = 128
 
 
 def debug_mask(
@@ -23,25 +32,58 @@ def debug_mask(
     lse: Tensor,
     state: Tensor,
     dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    options: Mapping[str, Any],
+    ends: tuple[Tensor | None, Tensor | None] = (None, None),
+    longest: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """The probabilities of scores, (batch, heads, seqlen_q, seqlen_kv), in the dtype of query; negative where
-    dropout drops the score. query and key: (batch, heads, seqlen, head_dim); ``state`` has seed and offset.
+    """The probabilities of scores, in the dtype of query; negative where dropout drops the score.
+
+    query, key: (batch, rows, heads, head_dim); or packed, (rows, heads, head_dim), with the ``ends`` and the
+        ``longest`` of their sequences. The host waits for the ends.
+    state: seed and offset.
+    options: softmax_scale and window_size of `attention`.
+
+    Returns (batch, heads, queries, keys), where queries and keys are rounded up to a multiple of 128, as
+    FA2's are. What is no score is 0.
     """
-    queries, keys = query.shape[-2], key.shape[-2]
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    result = query.new_empty(*query.shape[:-1], keys)
-    for entry, of_entry in enumerate(result):
-        of_heads = key[entry].repeat_interleave(query.shape[1] // key.shape[1], 0)
-        scores = query[entry].float() @ of_heads.float().mT * scale
-        if is_causal:
-            hidden = torch.ones(queries, keys, dtype=torch.bool, device=query.device).triu(keys - queries + 1)
-            scores = scores.masked_fill(hidden, -math.inf)
-        p = torch.exp(scores - lse[entry][..., None]).to(query.dtype)
-        kept = _kept(state, entry * query.shape[1], query.shape[1], queries, keys, dropout_p)
-        of_entry.copy_(torch.where(kept, p, -p))
+    queries, keys = (_sequences(x, end) for x, end in zip((query, key), ends, strict=True))
+    lses = lse if ends[0] is None else (x.mT for x in _sequences(lse.mT, ends[0]))
+    most = [
+        max(length, *(len(x) for x in parts)) for length, parts in zip(longest, (queries, keys), strict=True)
+    ]
+    size = [length + -length % _BLOCK for length in most]
+    result = query.new_zeros(len(queries), query.shape[-2], *size)
+    for entry, (q, k, lse_of_rows) in enumerate(zip(queries, keys, lses, strict=True)):
+        p = _probabilities(q, k, lse_of_rows, options).to(query.dtype)
+        heads, rows, columns = p.shape
+        kept = _kept(state, entry * heads, heads, rows, columns, dropout_p)
+        result[entry, :, :rows, :columns] = torch.where(kept, p, -p)
     return result
+
+
+def _sequences(x: Tensor, ends: Tensor | None) -> Sequence[Tensor]:
+    if ends is None:
+        return x.unbind()
+    return x[: int(ends[-1])].split(ends.diff().tolist())
+
+
+def _probabilities(query: Tensor, key: Tensor, lse: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """(heads, queries, keys), in fp32, of one sequence."""
+    rows, heads, width = query.shape
+    scale = 1 / math.sqrt(width) if options["softmax_scale"] is None else options["softmax_scale"]
+    key_of_head = key.repeat_interleave(heads // key.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key_of_head.float()) * scale
+    scores = scores.masked_fill(_hidden(rows, len(key), options["window_size"], query.device), -math.inf)
+    sum_of_row = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees no key
+    return torch.exp(scores - sum_of_row[..., None])
+
+
+def _hidden(queries: int, keys: int, window: tuple[int, int], device: torch.device) -> Tensor:
+    """Which scores a window hides, (queries, keys): the last query is at the last key, -1 is no limit."""
+    left, right = window
+    query = torch.arange(queries, device=device)[:, None] + keys - queries
+    key = torch.arange(keys, device=device)
+    return ((left >= 0) & (key < query - left)) | ((right >= 0) & (key > query + right))
 
 
 def _kept(state: Tensor, first: int, heads: int, queries: int, keys: int, dropout_p: float) -> Tensor:

@@ -60,8 +60,6 @@ _NAMES = {
 
 _SDPA = Shortcuts("q", "k", "v", "out")
 _SDPA_BACKWARD = Shortcuts("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
-# Where _flash_attention_forward has dropout_p, after query.
-_DROPOUT_P = 6
 
 
 class Handle:
@@ -111,7 +109,7 @@ def _refuse(return_debug_mask: bool, alibi_slopes: Tensor | None = None) -> None
     """Raise NotImplementedError for options of the operators that flashgen does not serve."""
     if return_debug_mask:
         raise NotImplementedError(
-            "return_debug_mask is True; flashgen returns no mask of dropout: pass False"
+            "return_debug_mask is True; this call has no dropout, whose mask it is: pass False"
         )
     if alibi_slopes is not None:
         raise NotImplementedError(
@@ -227,11 +225,34 @@ def _auxiliary(x: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
-    state = with_dropout(args[_DROPOUT_P], query).get("dropout_seed")
-    lse = _attend_varlen(out, query, *args, rng_state=state, **options)
-    return out, lse, *_auxiliary(query, state)
+    state = with_dropout(dropout_p, query).get("dropout_seed")
+    _refuse(return_debug_mask and state is None)
+    ends, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)
+    lse = _attend_varlen(
+        out, query, key, value, *ends, *longest, dropout_p, is_causal, False, rng_state=state, **options
+    )
+    rng_state, unused, mask = _auxiliary(query, state)
+    if return_debug_mask:
+        from flashgen.compat.torch_dropout import debug_mask  # calls without one need no module
+
+        window = options.get("window_size_left"), options.get("window_size_right")
+        way = _options(options.get("scale"), is_causal, window)
+        mask = debug_mask(query, key, lse, state, dropout_p, way, ends, longest)
+    return out, lse, rng_state, unused, mask
 
 
 def _flash_attention_backward(
@@ -296,7 +317,7 @@ def _scaled_dot_product_flash_attention(
     if return_debug_mask:
         from flashgen.compat.torch_dropout import debug_mask  # calls without one need no module
 
-        mask = debug_mask(query, key, lse, dropout["dropout_seed"], dropout_p, is_causal, scale)
+        mask = debug_mask(q, k, lse, dropout["dropout_seed"], dropout_p, options)
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, mask
 
 
