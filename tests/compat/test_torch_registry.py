@@ -272,6 +272,80 @@ def test_the_debug_mask_of_padded_sequences(calls):
     assert not mask[:, :, :19].any()
 
 
+def codes(*shapes):
+    """e4m3 codes and their scales, (batch, kv heads) of the last shape, with the numbers that they mean."""
+    batch, heads = (shapes[-1][0], shapes[-1][1])
+    found = [x.to(torch.float8_e4m3fn) for x in tensors(*shapes)]
+    scales = [torch.rand(batch, heads) + 0.5 for _ in shapes]
+    numbers = [
+        x.double() * scale.double().repeat_interleave(x.shape[1] // heads, 1)[..., None, None]
+        for x, scale in zip(found, scales, strict=True)
+    ]
+    return found, scales, numbers
+
+
+@pytest.mark.parametrize("width", [64, 40])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_codes_of_e4m3_with_their_scales(is_causal, width, calls):
+    """What ``torch.nn.attention.experimental`` calls for fp8, which otherwise needs FlashAttention-3."""
+    found, scales, numbers = codes((2, 4, 24, width), (2, 2, 24, width), (2, 2, 24, width))
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.quantized
+    out, *_ = operator(*found, *scales, 0.0, is_causal, scale=0.2)
+    assert calls == ["forward"]
+    assert out.dtype == torch.bfloat16
+    options = {"is_causal": is_causal, "scale": 0.2, "enable_gqa": True}
+    same([out], exact(numbers, **options)[:1], 0.1)
+    plain, *_ = operator(*found, None, None, None, 0.0, is_causal, scale=0.2)
+    same([plain], exact(found, **options)[:1], 0.1)
+
+
+def test_packed_codes_of_e4m3(calls):
+    found = [x.to(torch.float8_e4m3fn) for x in tensors((20, 4, 64), (33, 2, 64), (33, 2, 64))]
+    scales = [torch.rand(3, 2) + 0.5 for _ in found]
+    operator = torch.ops.aten._flash_attention_forward.quantized
+    window = {"window_size_left": 6, "window_size_right": 0}
+    out, lse, *_ = operator(*found, CU_Q, CU_K, 13, 19, 0.0, False, False, *scales, **window)
+    assert calls == ["forward"]
+    assert out.dtype == torch.bfloat16
+    assert lse.shape == (4, 20)
+    numbers = []
+    for x, scale, ends in zip(found, scales, (CU_Q, CU_K, CU_K), strict=True):
+        of_rows = scale.double().repeat_interleave(x.shape[1] // 2, 1).repeat_interleave(ends.diff(), 0)
+        numbers.append(x.double() * of_rows[..., None])
+    same([out], [of_sequences(by_formula(6, 0), numbers)], 0.1)
+
+
+def test_tensors_of_16_bits_go_into_the_operators_of_codes(calls):
+    inputs = tensors((20, 4, 32), (33, 2, 32), (33, 2, 32), dtype=torch.bfloat16)
+    arguments = CU_Q, CU_K, 13, 19, 0.0, True, False
+    found = torch.ops.aten._flash_attention_forward.quantized(*inputs, *arguments, None, None, None)
+    same(found[:2], ATTENTION(*inputs, *arguments)[:2])
+    inputs = tensors(*[(2, 4, 16, 32)] * 3, dtype=torch.bfloat16)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    same(operator.quantized(*inputs, None, None, None)[:2], operator(*inputs)[:2])
+    assert calls == ["forward"] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dropout_p": 0.1}, NotImplementedError, r"dropout_p is 0\.1"),
+        ({"return_debug_mask": True}, NotImplementedError, "return_debug_mask is True"),
+        ({"seqused_k": CU_Q[1:]}, NotImplementedError, "seqused_k and cum_seq_k were given with e4m3 codes"),
+        ({"q_descale": torch.ones(3, 3)}, errors.BadTensorShape, "^q_descale has shape"),
+        ({"dtype": torch.bfloat16, "q_descale": torch.ones(3, 2)}, errors.FlashgenError, "q_descale"),
+    ],
+)
+def test_what_the_operators_of_codes_do_not_serve_is_refused_by_name(changes, error, message, calls):
+    dtype = changes.pop("dtype", torch.float8_e4m3fn)
+    found = [x.to(dtype) for x in tensors((20, 4, 64), (33, 2, 64), (33, 2, 64))]
+    options = {"dropout_p": 0.0, "return_debug_mask": False, "q_descale": None} | changes
+    dropout_p, mask, scale = (options.pop(x) for x in ("dropout_p", "return_debug_mask", "q_descale"))
+    operator = torch.ops.aten._flash_attention_forward.quantized
+    with pytest.raises(error, match=message):
+        operator(*found, CU_Q, CU_K, 13, 19, dropout_p, True, mask, scale, None, None, **options)
+
+
 @pytest.mark.parametrize("operator", ["sdpa", "varlen", "compiled"])
 def test_dropout_and_its_gradients_by_one_state(operator, calls):
     """The operators below SDPA and `varlen_attn`, beside `attention` with the state that they return."""

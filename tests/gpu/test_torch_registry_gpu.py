@@ -116,3 +116,46 @@ def test_a_graph_draws_other_scores_in_each_replay(calls):
         results.append(out.clone())
     assert not torch.equal(*results)
     near(results[:1], results[1:], 0.9)
+
+
+def test_nested_tensors_with_dropout_and_its_mask(calls):
+    """PyTorch packs nested tensors, and calls the operator below `varlen_attn` with return_debug_mask."""
+    lengths = [(100, 30), (7, 200), (129, 128)]
+    sequences = [
+        [torch.randn(8, n, 64, device="cuda", dtype=torch.float16) for n in (queries, keys, keys)]
+        for queries, keys in lengths
+    ]
+    inputs = [torch.nested.as_nested_tensor(list(x)).requires_grad_() for x in zip(*sequences, strict=True)]
+    out, *_, mask = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.25, False, True)
+    assert calls == ["forward"]
+    assert mask.shape == (3, 8, 256, 256)
+    out.backward(torch.nested.as_nested_tensor([torch.ones_like(x) for x in out.detach().unbind()]))
+    assert calls == ["forward", "backward"]
+    found = zip(out.detach().unbind(), *(x.grad.unbind() for x in inputs), strict=True)
+    for kept, sequence, results in zip(mask >= 0, sequences, found, strict=True):
+        q, k, v = (x.double().requires_grad_() for x in sequence)
+        p = (q @ k.mT / 8).softmax(-1) * kept[:, : q.shape[1], : k.shape[1]] / 0.75
+        right = p @ v
+        right.sum().backward()
+        near(results, [right.detach(), q.grad, k.grad, v.grad])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_codes_of_e4m3_with_their_scales(is_causal, calls):
+    module = "torch.nn.attention.experimental._scaled_dot_product_attention_quantized"
+    experimental = pytest.importorskip(module)
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("attention of e4m3 codes needs sm_89 or later")
+    found, scales, numbers = [], [], []
+    for heads in (8, 2, 2):
+        x = torch.randn(2, heads, 300, 128, device="cuda").to(torch.float8_e4m3fn)
+        scale = torch.rand(2, 2, device="cuda") + 0.5
+        found.append(x)
+        scales.append(scale)
+        numbers.append(x.double() * scale.double().repeat_interleave(heads // 2, 1)[..., None, None])
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    out = experimental._scaled_dot_product_attention_quantized(*found, is_causal, **names)
+    assert calls == ["forward"]
+    assert out.dtype == torch.bfloat16
+    with registry.sdpa_kernel(registry.SDPBackend.MATH):
+        near([out], [sdpa(*numbers, is_causal=is_causal, enable_gqa=True)], 0.06)

@@ -55,6 +55,9 @@ _NAMES = {
     "mask": "attn_mask",
     "bias": "attn_mask",
     "dropout_seed": "rng_state",
+    "q_scale": "q_descale",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
 }
 
 
@@ -84,7 +87,7 @@ def library(cpu: bool) -> Handle:
 
 def _implement(kernels: torch.library.Library, cpu: bool) -> None:
     for name, function in _KERNELS.items():
-        if not hasattr(torch.ops.aten, name):  # the one in place comes with 2.12
+        if not _is_operator(name):  # the one in place comes with 2.12
             continue
         kernels.impl(name, function, "CUDA")
         if cpu:
@@ -92,6 +95,13 @@ def _implement(kernels: torch.library.Library, cpu: bool) -> None:
     if cpu:
         for name, function in _CPU_KERNELS.items():
             kernels.impl(name, function, "CPU")
+
+
+def _is_operator(name: str) -> bool:
+    """Whether PyTorch has the operator, "name" or "name.overload"."""
+    name, _, overload = name.partition(".")
+    operator = getattr(torch.ops.aten, name, None)
+    return operator is not None and (not overload or overload in operator.overloads())
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,6 +379,87 @@ def _differentiate(gradients: list[Tensor], *arrays: Any, **options: Any) -> Non
     gradients_of_any_width(*tensors, lse, into=[x.transpose(1, 2) for x in gradients], **options)
 
 
+def _of_codes(query: Tensor, *descales: Tensor | None) -> dict[str, Any]:
+    """The options of `attention` for codes; none for tensors of 16 bits."""
+    if query.dtype != torch.float8_e4m3fn and all(x is None for x in descales):
+        return {}
+    return {"dtype": "e4m3"} | dict(zip(("q_scale", "k_scale", "v_scale"), descales, strict=True))
+
+
+def _flash_attention_forward_quantized(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Codes of e4m3, and scales, fp32, (batch, kv heads); the result is bf16. Also 16 bits without scales."""
+    window = window_size_left, window_size_right
+    of_codes = _of_codes(query, q_descale, k_descale, v_descale)
+    if not of_codes:
+        sides = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
+        options = {"scale": scale, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes} | sides
+        arguments = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask
+        return _flash_attention_forward(query, key, value, *arguments, **options)
+    _refuse(return_debug_mask, alibi_slopes)
+    refuse_dropout(dropout_p)
+    options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
+    if seqused_k is not None:
+        if cum_seq_k is not None:
+            raise NotImplementedError(
+                "seqused_k and cum_seq_k were given with e4m3 codes, of which flashgen reads no parts: pass "
+                "padded keys, (batch, seqlen, heads, head_dim), and no cum_seq_k"
+            )
+        options["kv_lengths"] = contiguous(seqused_k)
+    for name, x in (("cu_seqlens_q", cum_seq_q), ("cu_seqlens_kv", cum_seq_k)):
+        if x is not None:
+            options[name] = contiguous(x)
+    out = torch.empty_like(query, dtype=torch.bfloat16)
+    lse = _attend(out, query, key, value, **options, **of_codes)
+    return out, lse, *_auxiliary(out, None)
+
+
+def _scaled_dot_product_flash_attention_quantized(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As `_flash_attention_forward_quantized`; (batch, heads, seqlen, head_dim)."""
+    of_codes = _of_codes(query, q_descale, k_descale, v_descale)
+    if not of_codes:
+        return _scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+    _refuse(return_debug_mask)
+    refuse_dropout(dropout_p)
+    out = torch.empty_like(query, dtype=torch.bfloat16)
+    into, q, k, v = (x.transpose(1, 2) for x in (out, query, key, value))
+    lse = _attend(into, q, k, v, **_options(scale, is_causal), **of_codes)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_auxiliary(out, None)
+
+
 def _options_on_cpu(scale: float | None, is_causal: bool, attn_mask: Tensor | None) -> dict[str, Any]:
     """On the CPU causal is aligned top left, and a mask, which PyTorch has made a float one, is added."""
     options: dict[str, Any] = {"softmax_scale": scale, "mask_type": 2 if is_causal else None}
@@ -424,6 +515,8 @@ _KERNELS = {
     "_flash_attention_backward": _kernel(_flash_attention_backward),
     "_scaled_dot_product_flash_attention": _kernel(_scaled_dot_product_flash_attention),
     "_scaled_dot_product_flash_attention_backward": _kernel(_scaled_dot_product_flash_attention_backward),
+    "_flash_attention_forward.quantized": _kernel(_flash_attention_forward_quantized),
+    "_scaled_dot_product_flash_attention.quantized": _kernel(_scaled_dot_product_flash_attention_quantized),
 }
 _CPU_KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": _kernel(_for_cpu),
