@@ -1,6 +1,7 @@
 """Run the attention tests of PyTorch and of transformers with flashgen in place of their attention.
 
     python benchmarks/host_suites.py torch PYTORCH/test/test_transformers.py -k flash --count 500
+    python benchmarks/host_suites.py torch PYTORCH/test/test_varlen_attention.py -k CUDA
     python benchmarks/host_suites.py transformers TRANSFORMERS/tests
 
 The tests come with the sources of the libraries, of the version that is installed. They need pytest, those
@@ -13,10 +14,12 @@ tests ran and passed, and the reasons of the others, the most frequent first.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections import Counter, defaultdict
@@ -39,7 +42,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 16},
 }
-_SHOWN = 100  # characters of a reason
+_SHOWN = 150  # characters of a reason
+_GRACE_S = 2  # after the seconds that there are, for the test that runs then
 
 
 class Outcomes:
@@ -75,6 +79,20 @@ class Outcomes:
         if self._end is not None and time.monotonic() > self._end:
             raise pytest.exit.Exception("the seconds are over", returncode=0)
 
+    def print_in_time(self) -> None:
+        """Print what is known when the seconds are over, though a test may run much longer, and end."""
+        if self._end is None:
+            return
+        out = os.dup(sys.stdout.fileno())  # pytest replaces the file of that number
+
+        def stop() -> None:
+            os.write(out, f"{self.table()}\n".encode())
+            os._exit(0)
+
+        timer = threading.Timer(self._end - time.monotonic() + _GRACE_S, stop)
+        timer.daemon = True
+        timer.start()
+
     def table(self) -> str:
         """What to print."""
         ran = self.counts["passed"] + self.counts["failed"]
@@ -82,7 +100,7 @@ class Outcomes:
             f"{ran} ran, {self.counts['passed']} passed, {self.counts['failed']} failed, "
             f"{self.counts['skipped']} skipped, of {self.selected}"
         ]
-        for outcome, reasons in self.reasons.items():
+        for outcome, reasons in list(self.reasons.items()):  # the timer's thread reads while tests run
             for reason, tests in sorted(reasons.items(), key=lambda x: -len(x[1])):
                 lines.append(f"{len(tests):5} {outcome}: {reason}  [{tests[0][:_SHOWN]}]")
         return "\n".join(lines)
@@ -223,6 +241,7 @@ def main() -> None:
         else:
             which, arguments = options.filter or ATTENTION_TESTS, transformers_suite(path, Path(into))
         outcomes = Outcomes(options.count, options.seconds, options.seed)
+        outcomes.print_in_time()
         quiet = [
             "-q",
             "--no-header",
