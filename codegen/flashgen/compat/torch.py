@@ -46,7 +46,8 @@ def register(name: str = "flashgen", *, cpu: bool = False) -> None:
     cpu: also replace flash attention for tensors in host memory, masks included; for tests.
 
     Raises NotImplementedError if PyTorch has no registry. An active flashgen raises NotImplementedError for
-    dropout and for alibi_slopes, and what ``flashgen.attention`` raises, before anything runs.
+    alibi_slopes, for dropout in host memory or with seqused_k, and what ``flashgen.attention`` raises, before
+    anything runs.
     """
     from torch.nn import attention as registry
 

@@ -256,7 +256,7 @@ def _flash_attention_forward(
         out, query, key, value, *ends, *longest, dropout_p, is_causal, False, rng_state=state, **options
     )
     rng_state, unused, mask = _auxiliary(query, state)
-    if return_debug_mask:
+    if return_debug_mask and state is not None:
         from flashgen.compat.torch_dropout import debug_mask  # calls without one need no module
 
         window = options.get("window_size_left"), options.get("window_size_right")
@@ -411,10 +411,10 @@ def _flash_attention_forward_quantized(
     window = window_size_left, window_size_right
     of_codes = _of_codes(query, q_descale, k_descale, v_descale)
     if not of_codes:
-        sides = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
-        options = {"scale": scale, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes} | sides
+        sides = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+        named: dict[str, Any] = {"scale": scale, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes} | sides
         arguments = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask
-        return _flash_attention_forward(query, key, value, *arguments, **options)
+        return _flash_attention_forward(query, key, value, *arguments, **named)
     _refuse(return_debug_mask, alibi_slopes)
     refuse_dropout(dropout_p)
     options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
