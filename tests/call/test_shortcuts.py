@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import flashgen  # noqa: E402
 from flashgen.api import append_and_attend  # noqa: E402
 from flashgen.call import compute  # noqa: E402
-from flashgen.compat import flash_attn, torch_registry  # noqa: E402
+from flashgen.compat import flash_attn, torch_operators, torch_registry  # noqa: E402
 from flashgen.errors import FlashgenError  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.runtime.torchkind import TorchKind  # noqa: E402
@@ -26,8 +26,8 @@ def as_on_a_gpu(monkeypatch, forget_plans):
     for shortcuts in (
         flash_attn._FUNC,
         flash_attn._VARLEN,
-        torch_registry._SDPA,
-        torch_registry._SDPA_BACKWARD,
+        torch_operators._SDPA,
+        torch_operators._SDPA_BACKWARD,
     ):
         monkeypatch.setattr(shortcuts, "_copying", set())
 
@@ -49,7 +49,7 @@ def sdpa(q, k, v, **options):
 def long_way(monkeypatch):
     """How many calls came to ``attention`` through each drop-in."""
     calls = []
-    for module in (flash_attn, torch_registry):
+    for module in (flash_attn, torch_operators):
         name = "attention_of_any_width"
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, **o: calls.append(1) or real(*a, **o))

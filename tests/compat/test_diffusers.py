@@ -14,7 +14,7 @@ from flashgen.compat.torch import register  # noqa: E402
 if not hasattr(registry, "register_flash_attention_impl"):
     pytest.skip("PyTorch 2.11 and later have the registry", allow_module_level=True)
 
-from flashgen.compat import torch_registry  # noqa: E402
+from flashgen.compat import torch_operators  # noqa: E402
 
 pytestmark = pytest.mark.extra
 
@@ -54,9 +54,9 @@ def test_a_tiny_flux_pipeline_runs_flashgen(monkeypatch):
 
     right = denoise()
     calls = []
-    attend = torch_registry.attention_of_any_width
+    attend = torch_operators.attention_of_any_width
     monkeypatch.setattr(
-        torch_registry, "attention_of_any_width", lambda *a, **o: calls.append(a[0].shape) or attend(*a, **o)
+        torch_operators, "attention_of_any_width", lambda *a, **o: calls.append(a[0].shape) or attend(*a, **o)
     )
     register(cpu=True)
     registry.activate_flash_attention_impl("flashgen")

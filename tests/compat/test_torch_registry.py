@@ -19,7 +19,7 @@ if not hasattr(registry, "register_flash_attention_impl"):
 
 from torch.nn.attention.varlen import varlen_attn  # noqa: E402
 
-from flashgen.compat import torch_registry  # noqa: E402
+from flashgen.compat import torch_operators  # noqa: E402
 
 ATTENTION = torch.ops.aten._flash_attention_forward
 CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 7, 20], [0, 9, 14, 33]))
@@ -30,13 +30,13 @@ def calls(monkeypatch):
     """Activates flashgen, and lists the calls of its forward and backward kernels."""
     seen = []
     for name in ("attention", "attention_of_any_width", "gradients_of_any_width"):
-        function = getattr(torch_registry, name)
+        function = getattr(torch_operators, name)
 
         def spy(*args, _name=name, _function=function, **options):
             seen.append("backward" if "gradients" in _name else "forward")
             return _function(*args, **options)
 
-        monkeypatch.setattr(torch_registry, name, spy)
+        monkeypatch.setattr(torch_operators, name, spy)
     register(cpu=True)
     registry.activate_flash_attention_impl("flashgen")
     yield seen
