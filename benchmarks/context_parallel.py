@@ -103,7 +103,7 @@ class Bench:
         return statistics.median(self._round(function, calls) for _ in range(rounds))
 
     def _round(self, function: Callable[[], Any], calls: int) -> float:
-        """Of a call in a row of so many."""
+        """Milliseconds of a call, the mean of ``calls`` in a row; the largest of all ranks."""
         if self.gpu:
             torch.cuda.synchronize()
         dist.barrier()

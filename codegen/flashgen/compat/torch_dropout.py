@@ -44,7 +44,7 @@ def debug_mask(
     options: softmax_scale and window_size of `attention`.
 
     Returns (batch, heads, queries, keys), where queries and keys are rounded up to a multiple of 128, as
-    FA2's are. What is no score is 0.
+    FA2's are. Elements outside of a sequence are 0, and so are hidden scores.
     """
     queries, keys = (_sequences(x, end) for x, end in zip((query, key), ends, strict=True))
     lses = lse if ends[0] is None else (x.mT for x in _sequences(lse.mT, ends[0]))

@@ -59,6 +59,12 @@ def _options(
     return options
 
 
+def _ends(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> dict[str, Tensor]:
+    """The options with the ends of packed sequences."""
+    ends = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_kv": cum_seq_k}
+    return {name: contiguous(x) for name, x in ends.items() if x is not None}
+
+
 def _attend(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Write the result into ``out``, in any layout; returns the LSE."""
     if missing(query) or missing(value) or not kernels_write(out):
@@ -109,8 +115,7 @@ def attend_varlen(
                 "keys: leave one of the two out"
             )
         options |= {"dropout_p": dropout_p, "dropout_seed": rng_state}
-    if cum_seq_q is not None:
-        options["cu_seqlens_q"] = contiguous(cum_seq_q)
+    options |= _ends(cum_seq_q, cum_seq_k if seqused_k is None else None)
     if num_splits is not None:
         options["splits"] = splits_of(num_splits)
     if block_table is not None and seqused_k is None:
@@ -118,8 +123,6 @@ def attend_varlen(
             "block_table was given without seqused_k; pass the number of keys of each sequence there"
         )
     if seqused_k is None:
-        if cum_seq_k is not None:
-            options["cu_seqlens_kv"] = contiguous(cum_seq_k)
         return _attend(out, query, key, value, **options)
     pages, lengths = block_table, contiguous(seqused_k)
     if pages is None and cum_seq_k is not None:
@@ -204,9 +207,7 @@ def flash_attention_backward(
     window = window_size_left, window_size_right
     options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
     options |= with_dropout(dropout_p, query, rng_state.view(torch.int64))
-    for name, x in (("cu_seqlens_q", cum_seq_q), ("cu_seqlens_kv", cum_seq_k)):
-        if x is not None:
-            options[name] = contiguous(x)
+    options |= _ends(cum_seq_q, cum_seq_k)
     into = [torch.empty_like(x) for x in (query, key, value)]
     return gradients_of_any_width(
         grad_out, query, key, value, out, logsumexp.contiguous(), into=into, **options
@@ -327,10 +328,18 @@ def flash_attention_forward_quantized(
     window = window_size_left, window_size_right
     of_codes = _of_codes(query, q_descale, k_descale, v_descale)
     if not of_codes:
-        sides = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-        named: dict[str, Any] = {"scale": scale, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes} | sides
         arguments = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask
-        return flash_attention_forward(query, key, value, *arguments, **named)
+        return flash_attention_forward(
+            query,
+            key,
+            value,
+            *arguments,
+            scale=scale,
+            window_size_left=window_size_left,
+            window_size_right=window_size_right,
+            seqused_k=seqused_k,
+            alibi_slopes=alibi_slopes,
+        )
     _refuse(return_debug_mask, alibi_slopes)
     refuse_dropout(dropout_p)
     options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
@@ -341,9 +350,7 @@ def flash_attention_forward_quantized(
                 "padded keys, (batch, seqlen, heads, head_dim), and no cum_seq_k"
             )
         options["kv_lengths"] = contiguous(seqused_k)
-    for name, x in (("cu_seqlens_q", cum_seq_q), ("cu_seqlens_kv", cum_seq_k)):
-        if x is not None:
-            options[name] = contiguous(x)
+    options |= _ends(cum_seq_q, cum_seq_k)
     out = torch.empty_like(query, dtype=torch.bfloat16)
     lse = _attend(out, query, key, value, **options, **of_codes)
     return out, lse, *_auxiliary(out, None)
